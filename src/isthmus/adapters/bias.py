@@ -1,0 +1,32 @@
+"""Biases alone (BitFit: Ben Zaken et al., ACL 2022): intrinsic parameters, no added cost at inference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.tensors import Tensors
+from .families import ROLES, Site
+from .rows import Rows
+
+
+@dataclass(frozen=True)
+class Biases:
+    """The bias of each target, as what is added to the model's own: ``bias`` (out,), zero at the start."""
+
+    targets: tuple[str, ...] = ("up", "down")
+    layers: str = "all"
+
+    def __post_init__(self) -> None:
+        if unknown := [t for t in self.targets if t not in ROLES]:
+            raise ValueError(f"adapter.targets: {unknown[0]!r} is not a role; accepted are {', '.join(ROLES)}")
+
+    def init(self, site: Site, seed: int) -> Tensors:
+        """No change."""
+        return {"bias": torch.zeros(site.out_features)}
+
+    def output(self, site: Site, x: Tensor, params: Tensors, rows: Rows) -> Tensor | None:
+        """The change of the bias, for every row its owner's, (R, 1, out)."""
+        return rows.vector(params["bias"], x.dtype)[:, None]

@@ -1,0 +1,292 @@
+"""The two halves of a round.  No engine, no transport, no clock: pure functions that every engine calls.
+
+The order is fixed here, once.  Client: overlay what the server sent, cut to the client's rank, plug-ins begin (outside in), wrap the
+loss, work, plug-ins end (inside out), share, encode.  Server: screen, decode in reverse, aggregate, apply.  No part calls another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from .tensors import Tensors, matches, prefixed, select, under
+from .types import Inbox, Method, Server, Task, Update
+from .wire import Schema, schema, size
+
+
+class RunError(RuntimeError):
+    """A run cannot go on; says why, and what was saved stays."""
+
+
+def scope(method: Method, task: Task, names: Sequence[str]) -> list[str]:
+    """Names that the server holds: the method's scope without what the task keeps private."""
+    return [n for n in method.share.scope(names) if not matches(n, task.private)]
+
+
+def client_start(method: Method, task: Task, seed: int, rank: Tensor | None = None) -> Tensors:
+    """A client's private memory before its first round: its own tensors, its plug-ins', what lossy channels left, its rank."""
+    params = task.init(seed)
+    shared = scope(method, task, list(params))
+    memory = prefixed({n: t for n, t in params.items() if n not in shared}, "kept/")
+    for plugin in method.plugins:
+        memory |= prefixed(plugin.init(params), f"{plugin.name}/")
+    for channel in method.channels:
+        if channel.feedback:
+            held = {n: params[n] for n in shared}
+            sent = held | {n: t for p in method.plugins for n, t in p.publish(held).items()}
+            memory |= prefixed({n: torch.zeros_like(t) for n, t in sent.items()}, f"{channel.name}/")
+    ranks = [t for n, t in memory.items() if n.endswith("/rank")] + ([] if rank is None else [rank])
+    return memory | ({"rank": torch.stack(ranks).amin()} if ranks else {})
+
+
+def client_round(
+    method: Method, task: Task, inbox: Inbox, memory: Tensors, batches: Tensors, probe: Tensors, weight: Tensor
+) -> tuple[Update, Tensors]:
+    """One client's part of a round: pure, written for one client, mapped over clients by the simulator."""
+    names = [n.removeprefix("kept/") for n in memory if n.startswith("kept/")]
+    own = under(memory, "kept/") | inbox.shared
+    names += [n for n in inbox.shared if n not in inbox.published]
+    if "rank" in memory:
+        own = task.trim(own, memory["rank"])
+    constants, params = {n: t for n, t in own.items() if n not in names}, {n: own[n] for n in sorted(names)}
+
+    loss = base = lambda p, batch: task.loss({**constants, **p}, batch)
+    mine = {p.name: under(memory, f"{p.name}/") for p in method.plugins}
+    rate: Tensor | float = 1.0
+    for plugin in method.plugins:
+        params, mine[plugin.name] = plugin.begin(params, mine[plugin.name], inbox, base, probe)
+    anchor = params
+    for plugin in method.plugins:
+        loss = plugin.wrap(loss, anchor, mine[plugin.name], inbox)
+        rate = rate * plugin.rate(mine[plugin.name], inbox)
+
+    trained = method.work(params, loss, batches, inbox, rate)
+
+    params, extra = trained.params, {}
+    for plugin in reversed(method.plugins):
+        params, mine[plugin.name], more = plugin.end(params, mine[plugin.name], inbox, trained)
+        extra |= more
+    leaving = [n for n in method.share(names, inbox) if n in inbox.shared]
+    payload = {n: params[n] - anchor[n] for n in leaving} | extra
+    rest = {}
+    for channel in method.channels:
+        if channel.feedback:
+            payload = {n: t + memory[f"{channel.name}/{n}"] for n, t in payload.items()}
+        sent = channel.encode(payload, inbox)
+        if channel.feedback:
+            back = channel.decode(sent, schema(payload))
+            rest |= prefixed({n: payload[n] - back[n] for n in payload}, f"{channel.name}/")
+        payload = sent
+
+    after = memory | prefixed({n: params[n] for n in params if f"kept/{n}" in memory}, "kept/") | rest
+    for name, tensors in mine.items():
+        after |= prefixed(tensors, f"{name}/")
+        if "rank" in tensors:  # a plug-in that narrows the client's rank
+            after["rank"] = torch.minimum(after["rank"], tensors["rank"])
+    report = {} if method.private else trained.report
+    weight = torch.ones_like(weight) if method.private else weight
+    return Update(payload, weight, report, inbox.client, after.get("rank")), after
+
+
+# The server's half
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What the server hands to an engine: a cohort and its inboxes."""
+
+    cohort: list[int]
+    shared: Tensors
+    personal: Tensors  # (K, *shape)
+    round: int
+    directive: Mapping[str, str]
+    published: frozenset[str]
+    seed: int
+
+    def inbox(self, client: Tensor, personal: Tensors) -> Inbox:
+        """The inbox of one client, with its row of the personal tensors."""
+        return Inbox(self.shared | personal, self.round, client, self.directive, self.published, self.seed)
+
+
+@dataclass(frozen=True)
+class Replies:
+    """What an engine brings back: encoded payloads of those who answered, and why the others did not."""
+
+    update: Update | None
+    up: dict[int, tuple[int, int]]  # client to (payload, wire) bytes
+    missing: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0  # on the simulated clock, or measured
+
+
+class Engine(Protocol):
+    """An exchange of inboxes for updates, and the place where client memory lives."""
+
+    def exchange(self, outgoing: Outgoing) -> Replies:
+        """Deliver inboxes, collect updates; the clients' new memory stays pending."""
+        ...
+
+    def commit(self, clients: Sequence[int]) -> None:
+        """Make pending memory final for the clients whose update was accepted; drop the others'."""
+        ...
+
+    def memory(self, client: int) -> Tensors:
+        """One client's memory; a deployment has no such window."""
+        ...
+
+    def state(self) -> Tensors:
+        """Everything that a checkpoint needs to put the clients back."""
+        ...
+
+    def restore(self, state: Tensors) -> None:
+        """The inverse of `state`."""
+        ...
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round in the ledger."""
+
+    round: int
+    cohort: list[int]
+    missing: dict[int, str]
+    up: dict[int, tuple[int, int]]
+    down: dict[int, tuple[int, int]]
+    metrics: dict[str, float]
+    seconds: float
+
+
+def server_start(method: Method, task: Task, seed: int) -> Server:
+    """The server before the first round.
+
+    Raises:
+        CompositionError: when the method needs tensors that the task does not train.
+    """
+    params = task.init(seed)
+    method.check(params)
+    shared = {n: params[n] for n in scope(method, task, list(params))}
+    more = {n: t for part in (*method.plugins, method.aggregate) for n, t in part.publish(shared).items()}
+    shared |= more
+    state = prefixed(method.aggregate.init(shared), "aggregate/") | prefixed(method.apply.init(shared), "apply/")
+    return Server(shared, state, 0, (-1,) * task.clients, dict.fromkeys(shared, -2), frozenset(more), seed)
+
+
+def open_round(method: Method, server: Server) -> Outgoing:
+    """Invite a cohort and say what each of it gets."""
+    cohort = method.invite(server)
+    personal, directive = method.send.personal(server, cohort), method.send.directive(server)
+    return Outgoing(cohort, server.shared, personal, server.round, directive, server.published, server.seed)
+
+
+def download_sizes(method: Method, task: Task, server: Server, outgoing: Outgoing) -> dict[int, tuple[int, int]]:
+    """(payload, wire) bytes that each client of the cohort is sent; clients that missed the same rounds get the same message."""
+    ranks, known, out = task.ranks(), {}, {}
+    for i, client in enumerate(outgoing.cohort):
+        rank = None if ranks is None else int(ranks[client])
+        case = (server.seen[client], rank)
+        if case not in known:
+            message = method.send.message(server, server.seen[client]) | select(outgoing.personal, i)
+            known[case] = size(message if rank is None else task.crop(message, rank))
+        out[client] = known[case]
+    return out
+
+
+def upload_schemas(method: Method, task: Task, outgoing: Outgoing, rank: int | None = None) -> list[Schema]:
+    """The schema of one client's payload before each channel and after the last, found by sending an example of zeros through."""
+    trained = {n: t for n, t in outgoing.shared.items() if n not in outgoing.published}
+    more = [n for plugin in method.plugins for n in plugin.publish(trained)]
+    inbox = outgoing.inbox(torch.tensor(0), {})
+    names = [n for n in [*method.share(sorted(trained), inbox), *more] if n in outgoing.shared]
+    example = {n: torch.zeros_like(outgoing.shared[n]) for n in names}
+    example = example if rank is None else task.crop(example, rank)
+    out = []
+    for channel in method.channels:
+        out.append(schema(example))
+        example = channel.encode(example, inbox)
+    return [*out, schema(example)]
+
+
+def screen(update: Update) -> dict[int, str]:
+    """Clients whose update must not be aggregated, and why."""
+    k = len(update.weight)
+    fine = torch.isfinite(update.weight) & (update.weight > 0)
+    bad = {int(c): f"example count {float(w)!r}" for c, w, f in zip(update.client, update.weight, fine, strict=True) if not f}
+    for n, t in update.payload.items():
+        if t.is_floating_point():
+            # a sum is finite exactly when no value is NaN or infinite (barring overflow of finite values, which is refused too)
+            for i in (~torch.isfinite(t.reshape(k, -1).sum(1, dtype=torch.float64))).nonzero().flatten().tolist():
+                bad.setdefault(int(update.client[i]), f"non-finite values in {n}")
+    return bad
+
+
+def decode(method: Method, payload: Tensors, schemas: Sequence[Schema]) -> Tensors:
+    """Encoded payloads (K, ...) back through the channels, last first; ``schemas`` as `upload_schemas` gives them."""
+    for channel, like in zip(reversed(method.channels), reversed(schemas[:-1]), strict=True):
+        payload = vmap(lambda p, c=channel, s=like: c.decode(p, s))(payload)
+    return payload
+
+
+def close_round(method: Method, task: Task, server: Server, outgoing: Outgoing, replies: Replies) -> tuple[Server, RoundRecord]:
+    """Screen, decode, aggregate, apply.
+
+    Raises:
+        RunError: when clients answered and every single update had to be refused.
+    """
+    missing, update = dict(replies.missing), replies.update
+    if update is not None:
+        bad = screen(update)
+        missing |= {c: f"refused: {why}" for c, why in bad.items()}
+        if len(bad) == len(update.client):
+            first = next(iter(bad))
+            raise RunError(
+                f"round {server.round}: every update was refused (client {first}: {bad[first]}). "
+                f"Training diverged or the data holds non-finite values; try a lower train.lr"
+            )
+        if bad:
+            update = update.take(torch.tensor([i for i, c in enumerate(update.client.tolist()) if c not in bad]))
+    down = download_sizes(method, task, server, outgoing)
+    metrics: dict[str, float] = {}
+    after = replace(server, round=server.round + 1)
+    if update is not None:
+        update = replace(update, payload=decode(method, update.payload, upload_schemas(method, task, outgoing)))
+        step, aggregated = method.aggregate(update, server, under(server.state, "aggregate/"))
+        changed, applied = method.apply(server, step, under(server.state, "apply/"))
+        took_part = set(update.client.tolist())
+        after = Server(
+            server.shared | changed,
+            prefixed(aggregated, "aggregate/") | prefixed(applied, "apply/"),
+            server.round + 1,
+            tuple(server.round if c in took_part else s for c, s in enumerate(server.seen)),
+            {**server.versions, **dict.fromkeys(changed, server.round)},
+            server.published,
+            server.seed,
+        )
+        metrics = {n: float((update.shares * t).sum()) for n, t in update.report.items()}
+        for observer in method.observers:
+            metrics |= observer(update, server, after)
+    return after, RoundRecord(server.round, outgoing.cohort, missing, replies.up, down, metrics, replies.seconds)
+
+
+def server_round(method: Method, task: Task, server: Server, engine: Engine) -> tuple[Server, RoundRecord]:
+    """One round over an engine; client memory becomes final only where the update was accepted."""
+    outgoing = open_round(method, server)
+    replies = engine.exchange(outgoing)
+    after, record = close_round(method, task, server, outgoing, replies)
+    engine.commit([c for c in outgoing.cohort if c not in record.missing])
+    return after, record
+
+
+def zero_beyond(payload: Tensors, forms: Sequence[Schema]) -> Tensors:
+    """Zero, per client of a stacked payload, what its trimmed message would not carry."""
+    out = {}
+    for n, t in payload.items():
+        rows = [torch.zeros_like(t[i]) for i in range(len(forms))]
+        for i, form in enumerate(forms):
+            corner = tuple(slice(0, s) for s in form[n][1])
+            rows[i][corner] = t[i][corner]
+        out[n] = torch.stack(rows)
+    return out

@@ -1,0 +1,81 @@
+"""The two metrics of every run: the aggregated model on everybody's test rows, and each client with what it keeps on its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.rounds import scope
+from ..core.tensors import Tensors, matches, under
+from ..core.types import Server
+from .simulator import Simulator
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics by name ("accuracy", "loss"), overall and for each client."""
+
+    overall: dict[str, float]  # the aggregated model, every test row
+    personal: dict[str, float]  # mean over clients of their own
+    clients: dict[str, list[float]]  # each client with what it keeps, on its own test rows
+
+
+def _mean(scores: Tensors, rows: Tensor | slice = slice(None)) -> dict[str, float]:
+    weight = scores["weight"][rows]
+    total = weight.sum().clamp_min(1e-12)
+    return {n: float((t[rows] * weight).sum() / total) for n, t in scores.items() if n != "weight"}
+
+
+def evaluate(engine: Simulator, server: Server, everywhere: bool = True) -> Evaluation:
+    """Score a federation.
+
+    Clients whose model is the same share one pass.  Where nothing is shared (local-only), the overall metric is the mean over clients
+    of each one's model on everybody's rows: as many passes as clients, made only when ``everywhere``.
+    """
+    task, method = engine.task, engine.method
+    tests = [task.rows(c, "test") for c in range(task.clients)]
+    rows = torch.cat(tests)
+    owner = torch.arange(task.clients).repeat_interleave(torch.tensor([len(t) for t in tests]))
+    start = task.init(engine.seed)
+    common = set(scope(method, task, list(start))) == set(start) and task.ranks() is None and "rank" not in engine.state()
+    shared = task.score(engine.global_params(server), rows) if common else None
+    personal = shared if shared is not None else _score_personal(engine, server, rows, owner)
+    each = [_mean(personal, owner == c) for c in range(task.clients)]
+    by_name = {n: [m[n] for m in each] for n in each[0]}
+    mean = {n: sum(v) / len(v) for n, v in by_name.items()}
+    return Evaluation(_overall(engine, server, rows, owner, shared, personal, everywhere), mean, by_name)
+
+
+def _score_personal(engine: Simulator, server: Server, rows: Tensor, owner: Tensor) -> Tensors:
+    """Every row with its owner's model; tensors that are the same for all are not copied."""
+    return engine.task.score(personal_stack(engine, server), rows, owner)
+
+
+def personal_stack(engine: Simulator, server: Server) -> Tensors:
+    """All clients' models: private tensors (clients, ...), shared ones without the client axis where ranks are equal."""
+    state = engine.state()
+    kept = under(state, "kept/")
+    if "rank" not in state:
+        return engine.global_params(server) | kept
+    return torch.func.vmap(lambda r, own: engine.task.trim({**server.shared, **own}, r))(state["rank"], kept)
+
+
+def _overall(
+    engine: Simulator, server: Server, rows: Tensor, owner: Tensor, shared: Tensors | None, personal: Tensors, everywhere: bool
+) -> dict[str, float]:
+    task = engine.task
+    if shared is not None:
+        return _mean(shared)
+    if task.private:  # heads over label sets of their own: there is no model without them
+        if not server.shared:
+            return _mean(personal)
+        heads = {n: t for n, t in under(engine.state(), "kept/").items() if matches(n, task.private)}
+        return _mean(task.score(engine.global_params(server) | heads, rows, owner))
+    if server.shared:
+        return _mean(task.score(engine.global_params(server), rows))
+    if not everywhere:
+        return {}
+    each = [_mean(task.score(engine.personal_params(server, c), rows)) for c in range(task.clients)]
+    return {n: sum(m[n] for m in each) / len(each) for n in each[0]}

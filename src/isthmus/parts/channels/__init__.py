@@ -1,0 +1,1 @@
+"""Payload transforms: rounding, thinning out, privacy."""
