@@ -37,14 +37,14 @@ def _fingerprint(of: Schema) -> bytes:
 
 
 def size(payload: Tensors) -> tuple[int, int]:
-    """(payload, wire) bytes: the raw values, and the packed array with its header."""
-    return nbytes(payload), nbytes(payload) + HEADER_BYTES
+    """(payload, wire) bytes: the raw values, and the packed array with its header; nothing to say is no message."""
+    return nbytes(payload), nbytes(payload) + HEADER_BYTES if payload else 0
 
 
 def schema_size(of: Schema) -> tuple[int, int]:
     """(payload, wire) bytes of a payload with this schema."""
     raw = sum(d.itemsize * math.prod(s) for d, s in of.values())
-    return raw, raw + HEADER_BYTES
+    return raw, raw + HEADER_BYTES if of else 0
 
 
 def pack(payload: Tensors) -> bytes:

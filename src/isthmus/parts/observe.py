@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ..core.types import Observer, Server, Update
 from .aggregate import mean_product, weighted_mean
 from .factors import A, B, layers
@@ -44,4 +42,4 @@ class UpdateNorm(Observer):
         spread = sum(
             float((update.shares * (t - mean[n]).reshape(len(t), -1).square().sum(1)).sum()) for n, t in update.payload.items()
         )
-        return {"update_norm": square**0.5, "dispersion": spread / square if square else float(torch.nan)}
+        return {"update_norm": square**0.5, "dispersion": spread / square} if square else {}

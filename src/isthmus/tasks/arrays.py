@@ -57,6 +57,8 @@ class ArrayTask:
     test: Sequence[Tensor]
     private: tuple[str, ...] = ()
     label_names: Sequence[str] = ()
+    client_names: Sequence[str] = ()
+    notes: Sequence[str] = ()
     vmappable: bool = True
 
     @property

@@ -133,6 +133,8 @@ class TextTask:
     buckets: bool = True
     keep: int = 2 << 30
     label_names: Sequence[str] = ()
+    client_names: Sequence[str] = ()
+    notes: Sequence[str] = ()
     vmappable: bool = True
     _below: Tensor | None = field(default=None, repr=False)
 

@@ -1,0 +1,5 @@
+"""``python -m isthmus``."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,284 @@
+"""The command line.  Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="isthmus",
+    help="Adapt pretrained models where the data lives: federated fine-tuning, compared, reported, exported.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe field, e.g. train.lr=0.01. Repeatable.")]
+Json = Annotated[bool, typer.Option("--json", help="Print exactly one JSON document on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")]
+Runs = Annotated[Path, typer.Option("--runs", help="Where new run folders go.")]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Mistakes of the user and of the world end with one line on standard error and exit code 2."""
+    import warnings
+
+    warnings.filterwarnings("ignore", message=".*_scaled_dot_product.*")
+    from .core.checkpoint import CheckpointError
+    from .core.recipe import RecipeError
+    from .core.registry import RegistryError
+
+    known: tuple[type[Exception], ...] = (RecipeError, RegistryError, CheckpointError)
+    try:
+        yield
+    except known as error:
+        _fail(error)
+    except Exception as error:
+        from .adapters.export import ExportError
+        from .adapters.families import FamilyError
+        from .core.rounds import RunError
+        from .core.types import CompositionError
+        from .engines.simulator import ClientError
+        from .tasks.build import ModelError
+        from .tasks.sources import DataError
+
+        if isinstance(error, ExportError | FamilyError | RunError | CompositionError | ClientError | ModelError | DataError | ValueError):
+            _fail(error)
+        raise
+
+
+def _fail(error: Exception) -> None:
+    typer.echo(f"isthmus: {error}", err=True)
+    raise typer.Exit(2) from error
+
+
+@app.command()
+def run(
+    recipe: Annotated[str | None, typer.Argument(help="A packaged recipe (see isthmus list) or a .toml file.")] = None,
+    set_: Set = None,
+    runs: Runs = Path("runs"),
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run folder, by the recipe in it.")] = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a recipe and its reference lines; write ledger, checkpoints, adapter and report."""
+    with _clear_errors():
+        from .core.recipe import RecipeError, load
+
+        if resume is None and recipe is None:
+            raise RecipeError("name a recipe (isthmus list shows them), or --resume RUN")
+        if resume is not None:
+            if recipe is not None and load(recipe)[0].name != load(str(resume / "recipe.toml"))[0].name:
+                raise RecipeError(f"{resume} is not a run of {recipe}")
+            chosen, root = load(str(resume / "recipe.toml"), set_ or ())
+        else:
+            chosen, root = load(str(recipe), set_ or ())
+        from .report import html
+        from .report.loggers import loggers
+        from .report.progress import LiveProgress
+        from .runner import new_folder
+        from .runner import run as run_recipe
+
+        folder = resume or new_folder(chosen, runs)
+        live = None if quiet or json_ else LiveProgress()
+        try:
+            result = run_recipe(chosen, folder, root, [*([live] if live else []), *loggers(chosen, folder)], resume is not None)
+        finally:
+            if live:
+                live.close()
+        page = html.write(result.folder)
+        if json_:
+            _print_json(result.document)
+            return
+        _print_table(html.RESULT_HEAD, html.result_rows(result.document, html.lines_of(result.folder, chosen.method.kind)))
+        for note in result.task.notes:
+            typer.echo(f"note: {note}")
+        typer.echo(f"\nreport   {page}")
+        if (result.folder / "adapter").exists():
+            typer.echo(f"adapter  {result.folder / 'adapter'}  (loads with peft)")
+
+
+@app.command()
+def compare(
+    recipe: Annotated[str, typer.Argument(help="A packaged recipe or a .toml file.")],
+    methods: Annotated[str | None, typer.Option(help="Comma-separated, e.g. fedavg,ffa_lora+fedprox. Default: those of the recipe.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Comma-separated numbers. Default: those of the recipe.")] = None,
+    set_: Set = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the comparison; what is finished in it is kept.")] = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Set several methods side by side over several seeds: table, plot, JSON."""
+    with _clear_errors():
+        from .core.recipe import RecipeError, load
+
+        changes = list(set_ or ())
+        if methods:
+            changes.append(f"compare.methods={json.dumps([m.strip() for m in methods.split(',')])}")
+        if seeds:
+            if not all(s.strip().isdigit() for s in seeds.split(",")):
+                raise RecipeError(f"--seeds {seeds!r}: expected numbers separated by commas")
+            changes.append(f"compare.seeds={json.dumps([int(s) for s in seeds.split(',')])}")
+        chosen, root = load(recipe, changes)
+        from .comparison import compare as compare_methods
+        from .comparison import plus_minus
+        from .core.checkpoint import write_atomic
+        from .report import html, plots
+        from .report.progress import LiveProgress, size
+
+        folder = out or Path("runs") / f"{chosen.name}-compare"
+        live: list[LiveProgress] = []
+
+        def callbacks(method: str, seed: int) -> list[LiveProgress]:
+            if quiet or json_:
+                return []
+            for shown in live:
+                shown.close()
+            live[:] = [LiveProgress()]
+            live[0].console.print(f"[bold]{method}[/bold], seed {seed}")
+            return live
+
+        try:
+            rows = compare_methods(chosen, folder, root, callbacks)
+        finally:
+            for shown in live:
+                shown.close()
+        head = ["method", "global", "personal", "bytes up", "bytes down", "bytes to target", "seconds"]
+        table = [
+            [r["method"], plus_minus(r, "accuracy_global"), plus_minus(r, "accuracy_personal"), size(r["bytes_up"]), size(r["bytes_down"])]
+            + ["–" if r["bytes_to_target"] is None else size(r["bytes_to_target"]), f"{r['seconds']:.0f}"]
+            for r in rows
+        ]
+        body = f"<h1>{chosen.name}</h1><p class=quiet>seeds {', '.join(map(str, chosen.compare.seeds))}; mean ± standard deviation</p>"
+        body += html.table(head, table) + html.figures([("Accuracy over seeds.", plots.compare(rows))])
+        write_atomic(folder / "compare.html", html.page(f"Isthmus: {chosen.name}", body).encode())
+        if json_:
+            _print_json(rows)
+            return
+        _print_table(head, table)
+        typer.echo(f"\nreport   {folder / 'compare.html'}\ndata     {folder / 'compare.json'}")
+
+
+@app.command()
+def report(run: RunFolder) -> None:
+    """Write report.html of a finished run again."""
+    with _clear_errors():
+        from .core.recipe import RecipeError
+        from .report import html
+
+        try:
+            typer.echo(html.write(run))
+        except FileNotFoundError as error:
+            raise RecipeError(f"{run} is not a finished run: {Path(error.filename).name} is missing (isthmus run --resume {run})") from None
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    out: Annotated[Path | None, typer.Option(help="Where to. Default: RUN/adapter or RUN/adapter-client-N.")] = None,
+    client: Annotated[int | None, typer.Option(min=0, help="One client's own model instead of the aggregated one.")] = None,
+) -> None:
+    """Write the adapter of a run in peft's format."""
+    with _clear_errors():
+        from .runner import export_adapter, reopen
+
+        result = reopen(run)
+        if client is not None and client >= result.task.clients:
+            raise ValueError(f"--client {client}: the run has clients 0 to {result.task.clients - 1}")
+        typer.echo(export_adapter(result, out or run / ("adapter" if client is None else f"adapter-client-{client}"), client))
+
+
+@app.command("list")
+def list_(json_: Json = False) -> None:
+    """Recipes, methods, tasks, adapters, channels: one line each; broken plug-ins are named."""
+    with _clear_errors():
+        import tomllib
+
+        from .core import recipe, registry
+
+        found: dict[str, dict[str, str]] = {
+            "recipes": {n: str(tomllib.loads(p.read_text(encoding="utf-8")).get("description", "")) for n, p in recipe.packaged().items()}
+        }
+        for kind in registry.KINDS:
+            found[kind] = {name: entry.summary() for name, entry in sorted(registry.entries(kind).items())}
+        from .tasks.sources import PACKAGED
+
+        found["data"] = {name: text for name, (_, text) in PACKAGED.items()}
+        if json_:
+            _print_json(found)
+            return
+        for kind, items in found.items():
+            typer.echo(kind)
+            width = max(map(len, items), default=0)
+            for name, text in items.items():
+                typer.echo(f"  {name:<{width}}  {text}")
+
+
+@app.command()
+def doctor(json_: Json = False) -> None:
+    """What is installed, what this machine can do, what is slow and why."""
+    with _clear_errors():
+        from .report.doctor import examine
+
+        found = examine()
+        if json_:
+            _print_json(found)
+            return
+        for section, items in found.items():
+            typer.echo(section)
+            width = max(map(len, items), default=0)
+            for name, value in items.items():
+                typer.echo(f"  {name:<{width}}  {value}")
+
+
+@app.command()
+def classify(
+    adapter: Annotated[Path, typer.Argument(help="An exported adapter folder.")],
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, lines of standard input.")] = None,
+    json_: Json = False,
+) -> None:
+    """Label texts with an exported classifier."""
+    with _clear_errors():
+        from .adapters.export import classify as label
+
+        given = texts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+        found = label(adapter, given)
+        if json_:
+            _print_json([{"text": t, "label": name, "probability": round(p, 6)} for t, (name, p) in zip(given, found, strict=True)])
+            return
+        for text, (name, p) in zip(given, found, strict=True):
+            typer.echo(f"{name}\t{p:.3f}\t{text}")
+
+
+def _print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=1, ensure_ascii=False))
+
+
+def _print_table(head: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The ledger: one JSON line for each round, appended and never rewritten."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import CheckpointError, write_atomic
+from .rounds import RoundRecord
+
+
+@dataclass
+class Ledger:
+    """What a run did: participants, who was missing and why, bytes per client and direction, metrics, seconds."""
+
+    path: Path
+
+    def append(self, record: RoundRecord, evaluation: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Add a round.
+
+        Raises:
+            CheckpointError: when the disk is full; lines before it stay.
+        """
+        row = {
+            "round": record.round,
+            "cohort": record.cohort,
+            "missing": {str(c): why for c, why in record.missing.items()},
+            "up": {str(c): list(size) for c, size in record.up.items()},
+            "down": {str(c): list(size) for c, size in record.down.items()},
+            "metrics": record.metrics,
+            "evaluation": evaluation,
+            "simulated_seconds": record.seconds,
+            "seconds": seconds,
+        }
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(f"cannot append to {self.path.name}: {error.strerror or error}; earlier rounds are untouched") from error
+        return row
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All complete rounds; a last line that was cut off by a crash is left out."""
+        if not self.path.exists():
+            return []
+        out = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                out.append(json.loads(line))
+            except ValueError:
+                break
+        return out
+
+    def cut(self, round: int) -> None:
+        """Drop rounds from ``round`` on: a resumed run writes them again."""
+        kept = [r for r in self.rows() if r["round"] < round]
+        write_atomic(self.path, "".join(json.dumps(r) + "\n" for r in kept).encode())
+
+
+def total(rows: list[dict[str, Any]], direction: str, wire: bool = True) -> int:
+    """Bytes "up" or "down" over all clients and rounds, on the wire or of payload alone."""
+    return sum(size[1 if wire else 0] for r in rows for size in r[direction].values())
