@@ -226,6 +226,8 @@ def screen(update: Update) -> dict[int, str]:
 def decode(method: Method, payload: Tensors, schemas: Sequence[Schema]) -> Tensors:
     """Encoded payloads (K, ...) back through the channels, last first; ``schemas`` as `upload_schemas` gives them."""
     for channel, like in zip(reversed(method.channels), reversed(schemas[:-1]), strict=True):
+        if not payload:
+            break
         payload = vmap(lambda p, c=channel, s=like: c.decode(p, s))(payload)
     return payload
 

@@ -36,7 +36,7 @@ class GaussianNoise(Channel):
         """Every floating tensor is clipped and noised; anything else is refused, since it would leave unprotected."""
         if bare := [n for n, t in payload.items() if not t.is_floating_point()]:
             raise ValueError(f"channel gaussian: {bare[0]} is not floating point and would leave without noise")
-        length = torch.stack([t.square().sum() for t in payload.values()]).sum().sqrt()
+        length = sum((t.square().sum() for t in payload.values()), torch.zeros(())).sqrt()
         scale = torch.clamp(self.clip / (length + 1e-12), max=1.0)
         key = seeds.key(inbox.seed, inbox.round, inbox.client, "gaussian")
         return {n: t * scale + self.sigma * self.clip * seeds.normal(seeds.key(key, n), t.shape) for n, t in payload.items()}
