@@ -14,7 +14,7 @@ from .rows import Rows
 
 @dataclass(frozen=True)
 class Biases:
-    """The bias of each target, as what is added to the model's own: ``bias`` (out,), zero at the start."""
+    """Biases alone: what is added to each target's own, ``bias`` (out,), zero at the start."""
 
     targets: tuple[str, ...] = ("up", "down")
     layers: str = "all"

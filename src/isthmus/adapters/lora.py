@@ -15,7 +15,7 @@ from .rows import Rows
 
 @dataclass(frozen=True)
 class Lora:
-    """W x + s B A x with A (r, in), B (out, r) and s = alpha / r, or alpha / sqrt(r) for rsLoRA (Kalajdzievski, 2023).
+    """LoRA: W x + s B A x with A (r, in), B (out, r) and s = alpha / r, or alpha / sqrt(r) for rsLoRA (Kalajdzievski, 2023).
 
     ``ranks`` gives every client a rank of its own, up to ``rank``; factors are padded with zeros, which training leaves at zero.  The
     scale is that of ``rank`` for all clients, so that padded factors mean the same update everywhere.

@@ -43,6 +43,18 @@ class Task(Open):
     kind: str = "classification"
 
 
+class AdapterTable(Open):
+    """Which tensors of the model train."""
+
+    kind: str = "lora"
+
+
+class MethodTable(Open):
+    """The federated method: one name, or several joined by "+", each changing what stands before it."""
+
+    kind: str = "fedavg"
+
+
 class Data(Section):
     """Where rows come from."""
 
@@ -141,9 +153,9 @@ class Recipe(Section):
     data: Data = Data()
     partition: Deal = Deal()
     model: Model = Model()
-    adapter: Open = Open(kind="lora")
+    adapter: AdapterTable = AdapterTable()
     train: Train = Train()
-    method: Open = Open(kind="fedavg")
+    method: MethodTable = MethodTable()
     channels: list[Open] = Field(default_factory=list)
     engine: EngineTable = EngineTable()
     evaluate: Evaluate = Evaluate()

@@ -84,15 +84,11 @@ class Entry:
             ) from error
 
     def summary(self) -> str:
-        """The first line of its docstring, or of its module's where it is a method; "broken: ..." if it does not import."""
+        """The first line of its docstring; "broken: ..." if it does not import."""
         try:
-            found = self.load()
+            return (inspect.getdoc(self.load()) or "").partition("\n")[0]
         except RegistryError as error:
             return f"broken: {error}"
-        module = inspect.getmodule(found)
-        of_module = module is not None and self.kind == "methods" and "references" not in module.__name__ and "fedopt" not in module.__name__
-        doc = (module.__doc__ if of_module and module is not None else None) or inspect.getdoc(found) or ""
-        return doc.strip().splitlines()[0] if doc.strip() else ""
 
 
 def entries(kind: str) -> dict[str, Entry]:

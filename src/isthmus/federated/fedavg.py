@@ -31,5 +31,5 @@ def plain(work: Work | None = None, participation: float = 1.0) -> Method:
 
 
 def fedavg(base: Method) -> Method:
-    """The base as it is."""
+    """FedAvg: average by number of examples (on LoRA factors: FedIT)."""
     return base

@@ -13,5 +13,5 @@ from ..parts.send import Stacks
 
 
 def fedex_lora(base: Method) -> Method:
-    """Uplink as FedIT, exact aggregation."""
+    """FedEx-LoRA: average the factors, and add what that lost to the base."""
     return replace(base, aggregate=IntoBase(residual=True), send=Stacks())

@@ -9,10 +9,10 @@ from ..parts.apply import Adaptive
 
 
 def fedadam(base: Method, server_lr: float = 1e-2, tau: float = 1e-3) -> Method:
-    """Adam on the server."""
+    """FedAdam: Adam on the server, with the mean update as its gradient."""
     return replace(base, apply=Adaptive("adam", server_lr, tau=tau))
 
 
 def fedyogi(base: Method, server_lr: float = 1e-2, tau: float = 1e-3) -> Method:
-    """Yogi on the server: the second moment changes by at most its own size."""
+    """FedYogi: Yogi on the server; its second moment changes by at most its own size."""
     return replace(base, apply=Adaptive("yogi", server_lr, tau=tau))

@@ -9,5 +9,5 @@ from ..parts.share import Except
 
 
 def fedper(base: Method, private: tuple[str, ...] = ("head.*",)) -> Method:
-    """``private``: patterns of names that stay."""
+    """FedPer: the head (or what ``private`` names) stays with each client."""
     return replace(base, share=Except(base.share, tuple(private)))

@@ -23,7 +23,7 @@ class Proximal(Plugin):
 
 
 def fedprox(base: Method, mu: float = 0.01) -> Method:
-    """``mu`` = 0 is the base."""
+    """FedProx: a proximal term mu/2 ||w - w_received||^2 in the local objective; ``mu`` = 0 is the base."""
     if mu < 0:
         raise ValueError(f"fedprox: mu = {mu!r}: must be at least 0")
     return replace(base, plugins=(*base.plugins, Proximal(mu)))

@@ -12,5 +12,5 @@ from ..parts.share import Except
 
 
 def fedsa_lora(base: Method) -> Method:
-    """B is private."""
+    """FedSA-LoRA: A and B trained, A shared, B private."""
     return replace(base, share=Except(base.share, ("*.lora_b",)))

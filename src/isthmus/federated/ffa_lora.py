@@ -19,5 +19,5 @@ def training_only(base: Method, trains: Share) -> Method:
 
 
 def ffa_lora(base: Method) -> Method:
-    """Half the uplink of LoRA where the layers are square."""
+    """FFA-LoRA: A frozen and common, B trained and shared; half the uplink where layers are square."""
     return replace(training_only(base, ByName(but=_A)), share=Except(base.share, _A))

@@ -9,5 +9,5 @@ from ..parts.aggregate import ProductSVD
 
 
 def flexlora(base: Method) -> Method:
-    """Singular values come in falling order, so a client of rank r gets the best r directions."""
+    """FlexLoRA: average the products, cut the mean to each client's rank by SVD."""
     return replace(base, aggregate=ProductSVD())

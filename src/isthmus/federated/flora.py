@@ -15,5 +15,5 @@ from ..parts.send import Stacks
 
 
 def flora(base: Method) -> Method:
-    """Uplink as FedIT; downlink the stack of all clients' factors."""
+    """FLoRA: stack the clients' factors, exact, and merge them into the base; downlink the whole stack."""
     return replace(base, aggregate=IntoBase(), apply=Restart(), send=Stacks(restart=True))

@@ -67,7 +67,7 @@ class RankPruning(Plugin):
 
 
 def hetlora(base: Method, keep: float = 0.99, penalty: float = 5e-3, prune: bool = False) -> Method:
-    """Truncation and norm weighting; ``prune`` adds the paper's self-pruning of ranks."""
+    """HetLoRA: clients of different ranks, truncated, padded and weighted by norm; ``prune`` adds self-pruning of ranks."""
     if not 0 < keep <= 1:
         raise ValueError(f"hetlora: keep = {keep!r}: must be above 0 and at most 1")
     plugins = (*base.plugins, RankPruning(keep, penalty)) if prune else base.plugins

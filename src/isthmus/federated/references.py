@@ -9,7 +9,7 @@ from ..parts.share import ByName
 
 
 def local(base: Method) -> Method:
-    """Every client trains alone for as many rounds; nothing travels."""
+    """Reference line: every client trains alone for as many rounds; nothing travels."""
     return replace(base, share=ByName(()))
 
 

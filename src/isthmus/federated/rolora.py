@@ -10,6 +10,6 @@ from .ffa_lora import training_only
 
 
 def rolora(base: Method) -> Method:
-    """B first: with B = 0 at the start, A has no gradient.  Everything that is not a factor trains in every round."""
+    """RoLoRA: train and share B in one round, A in the next; B first, since A has no gradient while B is 0."""
     turns = Rotating((("*.lora_b",), ("*.lora_a",)))
     return replace(training_only(base, turns), share=turns)

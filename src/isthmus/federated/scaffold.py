@@ -47,6 +47,6 @@ class ControlVariates(Plugin):
 
 
 def scaffold(base: Method) -> Method:
-    """Doubles the payload: the control variates travel too."""
+    """SCAFFOLD: control variates against client drift; they travel too and double the payload."""
     aggregate = Routed({_C + "*": CohortMean(), "*": base.aggregate})
     return replace(base, plugins=(*base.plugins, ControlVariates()), aggregate=aggregate)
