@@ -1,7 +1,7 @@
 """The table of baselines: every method tuned with the same number of trials, then compared over seeds, data sets and skews.
 
-    python benchmarks/baselines.py            # about an hour on two cores; what is finished in runs/baselines is kept
-    python benchmarks/baselines.py --table    # print the table of results/baselines.json as Markdown
+python benchmarks/baselines.py            # about an hour on two cores; what is finished in runs/baselines is kept
+python benchmarks/baselines.py --table    # print the table of results/baselines.json as Markdown
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     out = ROOT / "results" / "baselines.json"
     if not parser.parse_args().table:
-        document = {"machine": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads(), "isthmus": isthmus.__version__, "tables": []}
+        document = {
+            "machine": platform.machine(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "isthmus": isthmus.__version__,
+            "tables": [],
+        }
         for data in DATA:
             recipe = isthmus.recipe("baselines", f'data.source="{data}"')
             settings = tune(recipe, data)
@@ -58,12 +64,22 @@ def main() -> None:
                 print(data, alpha, "done", flush=True)
     for table in json.loads(out.read_text())["tables"]:
         print(f"\n**{table['data']}, Dirichlet {table['alpha']}**\n")
-        print("| method | global accuracy | personal accuracy | up | down | bytes to target | learning rate |\n| --- | --- | --- | --- | --- | --- | --- |")
+        print(
+            "| method | global accuracy | personal accuracy | up | down | bytes to target | learning rate |\n| --- | --- | --- | --- | --- | --- | --- |"
+        )
         for r in table["rows"]:
             rate = table["settings"][r["method"]]
             shown = ", ".join(f"{v:g}" for v in rate.values())
             target = "–" if r["bytes_to_target"] is None else size(r["bytes_to_target"])
-            cells = [r["method"], plus_minus(r, "accuracy_global"), plus_minus(r, "accuracy_personal"), size(r["bytes_up"]), size(r["bytes_down"]), target, shown]
+            cells = [
+                r["method"],
+                plus_minus(r, "accuracy_global"),
+                plus_minus(r, "accuracy_personal"),
+                size(r["bytes_up"]),
+                size(r["bytes_down"]),
+                target,
+                shown,
+            ]
             print("| " + " | ".join(cells) + " |")
 
 

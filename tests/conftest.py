@@ -40,14 +40,18 @@ def tiny_texts(rows: int = 160, length: int = 12, labels: int = 3) -> Texts:
     return Texts(ids, torch.randint(4, length + 1, (rows,), generator=g), label, torch.zeros(rows, dtype=torch.long))
 
 
-def tiny_text_task(clients: int = 4, ranks: tuple[int, ...] | None = None, adapters=None, layers: int = 2, precision="fp32", **more) -> TextTask:
+def tiny_text_task(
+    clients: int = 4, ranks: tuple[int, ...] | None = None, adapters=None, layers: int = 2, precision="fp32", **more
+) -> TextTask:
     texts = tiny_texts()
     host = Host(tiny_bert(layers), adapters or [Lora(4, ranks=ranks)], precision)
     nobody = torch.zeros(len(texts), dtype=torch.bool)
     client = Partition("dirichlet", clients, 0.5, smallest=4).deal(texts.label, nobody, 0)
     train, test = split(client, clients, None, 0.25, 0, texts.label)
     head = Classifier(32, texts, torch.ones(1, 3, dtype=torch.bool))
-    return TextTask(host, head, texts, train, test, rank=None if ranks is None else torch.tensor(ranks), label_names=["a", "b", "c"], **more)
+    return TextTask(
+        host, head, texts, train, test, rank=None if ranks is None else torch.tensor(ranks), label_names=["a", "b", "c"], **more
+    )
 
 
 def digits_recipe(**changes):

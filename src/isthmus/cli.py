@@ -20,7 +20,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe field, e.g. train.lr=0.01. Repeatable.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe field, e.g. train.lr=0.01. Repeatable.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print exactly one JSON document on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")]
 Runs = Annotated[Path, typer.Option("--runs", help="Where new run folders go.")]
@@ -110,7 +112,9 @@ def run(
 @app.command()
 def compare(
     recipe: Annotated[str, typer.Argument(help="A packaged recipe or a .toml file.")],
-    methods: Annotated[str | None, typer.Option(help="Comma-separated, e.g. fedavg,ffa_lora+fedprox. Default: those of the recipe.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Comma-separated, e.g. fedavg,ffa_lora+fedprox. Default: those of the recipe.")
+    ] = None,
     seeds: Annotated[str | None, typer.Option(help="Comma-separated numbers. Default: those of the recipe.")] = None,
     set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the comparison; what is finished in it is kept.")] = None,
@@ -154,8 +158,15 @@ def compare(
                 shown.close()
         head = ["method", "global", "personal", "bytes up", "bytes down", "bytes to target", "seconds"]
         table = [
-            [r["method"], plus_minus(r, "accuracy_global"), plus_minus(r, "accuracy_personal"), size(r["bytes_up"]), size(r["bytes_down"])]
-            + ["–" if r["bytes_to_target"] is None else size(r["bytes_to_target"]), f"{r['seconds']:.0f}"]
+            [
+                r["method"],
+                plus_minus(r, "accuracy_global"),
+                plus_minus(r, "accuracy_personal"),
+                size(r["bytes_up"]),
+                size(r["bytes_down"]),
+                "–" if r["bytes_to_target"] is None else size(r["bytes_to_target"]),
+                f"{r['seconds']:.0f}",
+            ]
             for r in rows
         ]
         body = f"<h1>{chosen.name}</h1><p class=quiet>seeds {', '.join(map(str, chosen.compare.seeds))}; mean ± standard deviation</p>"

@@ -40,13 +40,23 @@ def compare(
     for seed in recipe.compare.seeds:
         tasks: dict[str, Any] = {}
         for method in recipe.compare.methods:
-            changes = {"seed": seed, "evaluate.references": False} | ({"method.kind": method} if method != recipe.method.kind else {})
+            changes = {"seed": seed, "evaluate.references": False, "compare": {}} | (
+                {"method.kind": method} if method != recipe.method.kind else {}
+            )
             one = recipe.updated(changes | recipe.compare.settings.get(method, {}))
             target = folder / f"{method}-seed{seed}"
             if not _same(target, one):
                 shutil.rmtree(target, ignore_errors=True)
             if not (target / "result.json").exists():
-                key = json.dumps([one.task.model_dump(), one.data.model_dump(), one.partition.model_dump(), one.model.model_dump(), one.adapter.model_dump()])
+                key = json.dumps(
+                    [
+                        one.task.model_dump(),
+                        one.data.model_dump(),
+                        one.partition.model_dump(),
+                        one.model.model_dump(),
+                        one.adapter.model_dump(),
+                    ]
+                )
                 if key not in tasks:
                     tasks.clear()  # one model in memory at a time
                     tasks[key] = make_task(one, root)

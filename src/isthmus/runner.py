@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -101,7 +102,13 @@ def _evaluation(found: Evaluation) -> dict[str, Any]:
 
 
 def _freeze(server: Server) -> dict[str, Any]:
-    return {"round": server.round, "seen": list(server.seen), "versions": dict(server.versions), "published": sorted(server.published), "seed": server.seed}
+    return {
+        "round": server.round,
+        "seen": list(server.seen),
+        "versions": dict(server.versions),
+        "published": sorted(server.published),
+        "seed": server.seed,
+    }
 
 
 def _thaw(meta: dict[str, Any], tensors: Tensors) -> Server:
@@ -131,7 +138,7 @@ def train(recipe: Recipe, task: Any, folder: Path, name: str, callbacks: Sequenc
     if resume:
         found, problems = checkpoint.latest(checkpoints)
         for problem in problems:
-            print(f"resume: {problem}; going on from an older one")
+            print(f"resume: {problem}; going on from an older one", file=sys.stderr)
         if found is not None:
             _, tensors, meta = found
             server = _thaw(meta, tensors)
@@ -202,7 +209,9 @@ def run(
         for name in REFERENCES:
             if name == recipe.method.kind or (name == "pooled" and task.private):
                 continue
-            other = recipe.updated({"method.kind": name, "channels": [], "participation": 1.0, "engine.dropout": 0.0, "evaluate.every": recipe.rounds})
+            other = recipe.updated(
+                {"method.kind": name, "channels": [], "participation": 1.0, "engine.dropout": 0.0, "evaluate.every": recipe.rounds}
+            )
             references[name] = train(other, task, folder / "reference" / name, name, callbacks, resume)
     document = summary(recipe, folder, line, references) | {"seconds": round(time.perf_counter() - started, 2)}
     result = Result(recipe, folder, line, task, document, references)
@@ -309,5 +318,3 @@ def bytes_to(rows: list[dict[str, Any]], which: str, target: float) -> int | Non
         if row["evaluation"] and row["evaluation"][which].get("accuracy", -1.0) >= target:
             return spent
     return None
-
-

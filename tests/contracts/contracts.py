@@ -114,7 +114,12 @@ def survives_saving(method: Method, task, folder, write=checkpoint.save) -> None
     """Two rounds, a checkpoint, a new process' worth of objects, two more rounds: bit for bit four rounds."""
     _, expected, _ = play(method, task, rounds=4)
     running, server, _ = play(method, task, rounds=2)
-    write(folder, 2, prefixed(server.shared, "shared/") | prefixed(server.state, "state/") | prefixed(running.state(), "memory/"), _freeze(server))
+    write(
+        folder,
+        2,
+        prefixed(server.shared, "shared/") | prefixed(server.state, "state/") | prefixed(running.state(), "memory/"),
+        _freeze(server),
+    )
     _, tensors, meta = checkpoint.load(folder / "round-00002")
     again = engine(method, task)
     again.restore(under(tensors, "memory/"))

@@ -55,7 +55,9 @@ def test_all_mistakes_are_named_at_once():
 def test_set_overrides_any_field(tmp_path):
     path = tmp_path / "a.toml"
     path.write_text('name = "a"\n[method]\nkind = "fedprox"\nmu = 0.5\n')
-    found, root = recipe.load(str(path), ["train.lr=0.01", "rounds=3", "data.source=r8", 'adapter.targets=["value"]', "engine.deadline=2.5"])
+    found, root = recipe.load(
+        str(path), ["train.lr=0.01", "rounds=3", "data.source=r8", 'adapter.targets=["value"]', "engine.deadline=2.5"]
+    )
     assert root == tmp_path
     assert (found.train.lr, found.rounds, found.data.source, found.engine.deadline) == (0.01, 3, "r8", 2.5)
     assert found.adapter.options["targets"] == ["value"]

@@ -57,7 +57,11 @@ def test_a_third_party_method_runs_like_a_built_in_one(install, tmp_path):
 
 def test_a_broken_plug_in_is_named_and_breaks_nothing_else(install):
     install("third_party_broken", "import no_such_module\n", "[isthmus.methods]\nbroken = third_party_broken:method\n")
-    assert registry.entries("methods")["broken"].summary().startswith("broken: method 'broken' of the package third_party_broken does not import")
+    assert (
+        registry.entries("methods")["broken"]
+        .summary()
+        .startswith("broken: method 'broken' of the package third_party_broken does not import")
+    )
     assert registry.get("methods", "fedavg")
     with pytest.raises(RegistryError, match="no_such_module"):
         registry.get("methods", "broken")

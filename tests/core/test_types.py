@@ -8,8 +8,8 @@ import torch
 from isthmus.core.rounds import server_start
 from isthmus.core.types import Channel, CompositionError, Plugin
 from isthmus.federated.fedavg import plain
-from isthmus.federated.ffa_lora import ffa_lora
 from isthmus.federated.fedprox import Proximal, fedprox
+from isthmus.federated.ffa_lora import ffa_lora
 from isthmus.parts.aggregate import ProductSVD
 from isthmus.parts.channels.privacy import GaussianNoise
 from isthmus.parts.channels.quantise import Cast, Int8

@@ -168,7 +168,7 @@ def test_an_inbox_carries_what_is_one_clients_own():
 
     method = replace(plain(NoTraining(), 0.5), send=Marks(), plugins=(Reads(),))
     for way in ("together", "loop"):
-        engine, server, records = play(method, digits_task(), rounds=1, way=way)
+        engine, _server, records = play(method, digits_task(), rounds=1, way=way)
         for c in records[0].cohort:
             assert engine.memory(c)["reads/got"].item() == 10 + c
             assert engine.memory(c)["reads/who"].item() == c
@@ -208,7 +208,9 @@ def test_the_result_does_not_depend_on_the_process():
         "print(sum(float(t.double().sum()) for t in s.shared.values()).hex())"
     )
     outs = {
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | {"PYTHONHASHSEED": h}).stdout
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | {"PYTHONHASHSEED": h}
+        ).stdout
         for h in ("0", "1")
     }
     assert len(outs) == 1

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-
 from isthmus.core.rounds import open_round, server_round, server_start
 from isthmus.core.types import Server, Update
 from isthmus.engines.simulator import Simulator
@@ -185,7 +184,9 @@ def test_ffa_never_moves_or_sends_a():
     method = ffa_lora.ffa_lora(plain(SGD))
     engine, server, _ = play(method, task, rounds=2)
     start = task.init(0)
-    assert all(torch.equal(engine.state()[f"kept/{n}"], t.expand_as(engine.state()[f"kept/{n}"])) for n, t in start.items() if n.endswith("lora_a"))
+    assert all(
+        torch.equal(engine.state()[f"kept/{n}"], t.expand_as(engine.state()[f"kept/{n}"])) for n, t in start.items() if n.endswith("lora_a")
+    )
     assert not any(n.endswith("lora_a") for n in server.shared)
 
 
@@ -217,5 +218,3 @@ def test_fedex_of_equal_clients_is_fedavg():
     same = replace(update, payload={n: t[:1].expand_as(t) for n, t in update.payload.items()})
     step, _ = IntoBase(residual=True)(same, server, {})
     assert float(step["x.delta"].abs().max()) < 1e-5
-
-

@@ -13,7 +13,9 @@ INBOX = Inbox({}, 0, torch.tensor(0))
 
 
 def quadratic(params, batch):
-    return ((params["w"] - batch["x"]).square().sum(-1) * batch["valid"]).sum() / batch["valid"].sum().clamp_min(1) + params["b"].square().sum()
+    return ((params["w"] - batch["x"]).square().sum(-1) * batch["valid"]).sum() / batch["valid"].sum().clamp_min(1) + params[
+        "b"
+    ].square().sum()
 
 
 def batches(steps, seed=0):

@@ -5,6 +5,8 @@ Registered with ``transformers`` under the name `NAME`; longer rows, fp32 and ot
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,16 +22,14 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query (R, H, L, D), key and value (R, H', L, D), mask additive or boolean (R or 1, 1, L, L), to (R, L, H, D)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     r, h, length, d = query.shape
     if query.dtype != torch.bfloat16 or query.device.type != "cpu" or max(length, key.shape[2]) > _LONGEST or kwargs.get("dropout"):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
-        )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs)
     if key.shape[1] != h:
         key, value = (t.repeat_interleave(h // t.shape[1], 1) for t in (key, value))
     flat = [t.reshape(r * h, -1, d) for t in (query * (scaling or d**-0.5), key, value)]
@@ -57,4 +57,4 @@ def use_short_rows(net: nn.Module) -> None:
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     if getattr(net, "_supports_sdpa", False) and hasattr(net, "set_attn_implementation"):
-        net.set_attn_implementation(NAME)
+        net.set_attn_implementation(NAME)  # type: ignore[operator]

@@ -86,9 +86,11 @@ def save(folder: Path, host: Host, params: Tensors, about: dict[str, Any]) -> Pa
     by_path: dict[str, list[tuple[Site, Lora]]] = {}
     for site, adapter in host.sites:
         by_path.setdefault(site.path, []).append((site, adapter))  # type: ignore[arg-type]
-    tensors, ranks, alphas = {}, {}, {}
+    tensors: Tensors = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
     for path, here in by_path.items():
-        base = host.base.get_submodule(path).base  # type: ignore[union-attr]
+        base: Any = host.base.get_submodule(path).base  # type: ignore[union-attr]
         a, b = _module_factors(here, params, int(base.weight.shape[0]))  # type: ignore[union-attr, arg-type]
         tensors |= {f"{prefix}{path}.lora_A.weight": a, f"{prefix}{path}.lora_B.weight": b}
         ranks[path], alphas[path] = a.shape[0], here[0][1].scale * a.shape[0]
@@ -106,7 +108,7 @@ def save(folder: Path, host: Host, params: Tensors, about: dict[str, Any]) -> Pa
         "alpha_pattern": {p: x for p, x in alphas.items() if x != alphas[first]},
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": host.sites[0][0].transposed,
         "target_modules": sorted(by_path),
         "modules_to_save": ["head"] if "head.weight" in params else None,
     }
@@ -162,5 +164,3 @@ def classify(folder: str | Path, texts: list[str]) -> list[tuple[str, float]]:
     tokens = tokenizer(texts, truncation=True, max_length=what["max_length"], padding=True, return_tensors="pt")
     chance = F.softmax(model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]), -1)
     return [(what["labels"][int(i)], float(p)) for p, i in zip(*chance.max(-1), strict=True)]
-
-

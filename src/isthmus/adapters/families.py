@@ -95,7 +95,10 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Site:
-    """A linear map of a model: ``name`` is ``layers.<number>.<role>``; ``rows`` are its output rows in a fused module, else None."""
+    """A linear map of a model: ``name`` is ``layers.<number>.<role>``; ``rows`` are its output rows in a fused module, else None.
+
+    ``transposed``: the module keeps its weight as (in, out).
+    """
 
     name: str
     layer: int
@@ -103,6 +106,7 @@ class Site:
     in_features: int
     out_features: int
     rows: Tensor | None = None
+    transposed: bool = False
 
 
 def features(module: nn.Module) -> tuple[int, int]:
@@ -164,9 +168,11 @@ def sites(base: nn.Module, family: Family, roles: tuple[str, ...], layers: range
         for role in roles:
             path = f"{family.blocks}.{i}.{family.roles[role]}"
             try:
-                width_in, width_out = features(base.get_submodule(path))
+                module = base.get_submodule(path)
             except AttributeError:
                 raise FamilyError(f"the model has no module {path!r} for the role {role!r}; correct [adapter.family]") from None
+            width_in, width_out = features(module)
             rows = _fused_rows(family.fused[role], role, width_out, getattr(base, "config", None)) if role in family.fused else None
-            found.append(Site(f"layers.{i}.{role}", i, path, width_in, width_out if rows is None else len(rows), rows))
+            width = width_out if rows is None else len(rows)
+            found.append(Site(f"layers.{i}.{role}", i, path, width_in, width, rows, type(module).__name__ == "Conv1D"))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class _Below(nn.Module):
             raise _Stop(out[0] if self.tuple else out)
         return out
 
-    def __getattr__(self, name: str) -> object:  # attributes that some models read from their blocks
+    def __getattr__(self, name: str) -> Any:  # attributes that some models read from their blocks
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -89,7 +89,7 @@ class _Below(nn.Module):
 
 
 def layer_range(which: str, count: int) -> list[int]:
-    """"all", "upper:3", "lower:2" or "0,2,4" to layer numbers.
+    """ "all", "upper:3", "lower:2" or "0,2,4" to layer numbers.
 
     Raises:
         ValueError: for anything else, or numbers that the model does not have.
@@ -126,7 +126,7 @@ class Host:
     ) -> None:
         self.net = net.eval().requires_grad_(False)
         base = getattr(net, "base_model", net)
-        self.config = net.config
+        self.config = cast(Any, net.config)
         self.family: Family = family_of(self.config.model_type, family)
         self.state, self.adapters, self.precision = _State(), tuple(adapters), precision
         try:

@@ -100,7 +100,7 @@ def load(folder: Path) -> tuple[int, Tensors, dict[str, Any]]:
 
 def latest(folder: Path) -> tuple[tuple[int, Tensors, dict[str, Any]] | None, list[str]]:
     """The newest readable checkpoint, or None, and what was wrong with newer ones."""
-    problems = []
+    problems: list[str] = []
     for candidate in sorted(folder.glob("round-*"), reverse=True):
         try:
             return load(candidate), problems

@@ -201,7 +201,9 @@ def explain(error: ValidationError, where: str, prefix: str = "", fields: Sequen
         if e["type"] == "extra_forbidden":
             known = list(fields) or _fields_at(e["loc"][:-1])
             near = difflib.get_close_matches(str(e["loc"][-1]), known, 1)
-            lines.append(f"{name} = {e['input']!r}: no such field{f', did you mean {near[0]!r}?' if near else ''} Accepted: {', '.join(known)}")
+            lines.append(
+                f"{name} = {e['input']!r}: no such field{f', did you mean {near[0]!r}?' if near else ''} Accepted: {', '.join(known)}"
+            )
         elif e["type"] == "missing":
             lines.append(f"{name}: is missing")
         else:
@@ -247,7 +249,9 @@ def method_options(recipe: Recipe, kind: str) -> dict[str, Any]:
     if len(kinds) == 1 and kind not in options:
         return options
     if unknown := set(options) - set(kinds):
-        raise RecipeError(f"method.{sorted(unknown)[0]}: method.kind = {recipe.method.kind!r} has parts {', '.join(kinds)}; put options into [method.<part>]")
+        raise RecipeError(
+            f"method.{sorted(unknown)[0]}: method.kind = {recipe.method.kind!r} has parts {', '.join(kinds)}; put options into [method.<part>]"
+        )
     return dict(options.get(kind, {}))
 
 

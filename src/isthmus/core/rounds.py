@@ -67,13 +67,14 @@ def client_round(
 
     trained = method.work(params, loss, batches, inbox, rate)
 
-    params, extra = trained.params, {}
+    params = trained.params
+    extra: Tensors = {}
     for plugin in reversed(method.plugins):
         params, mine[plugin.name], more = plugin.end(params, mine[plugin.name], inbox, trained)
         extra |= more
     leaving = [n for n in method.share(names, inbox) if n in inbox.shared]
     payload = {n: params[n] - anchor[n] for n in leaving} | extra
-    rest = {}
+    rest: Tensors = {}
     for channel in method.channels:
         if channel.feedback:
             payload = {n: t + memory[f"{channel.name}/{n}"] for n, t in payload.items()}

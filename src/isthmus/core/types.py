@@ -131,6 +131,7 @@ class Part:
     "individual" (the server may look at one client's).  ``names`` are patterns that the task's trainable tensors must have.
     """
 
+    name: ClassVar[str] = ""
     vmappable: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset()
     takes: ClassVar[frozenset[str]] = frozenset()
@@ -221,7 +222,6 @@ class Send(Part):
 class Plugin(Part):
     """Stack: a client-private wrapper around local work.  Override what you need; keep state in ``memory``, never on self."""
 
-    name: ClassVar[str] = ""
     probe: ClassVar[bool] = False
 
     def init(self, params: Tensors) -> Tensors:
@@ -252,7 +252,6 @@ class Channel(Part):
     ``private`` suppresses reports and example counts as well: nothing leaves around it.
     """
 
-    name: ClassVar[str] = ""
     private: ClassVar[bool] = False
     feedback: bool = False
 
@@ -297,7 +296,8 @@ class Method:
         names = [p.name for p in (*self.plugins, *self.channels)]
         if doubled := {n for n in names if names.count(n) > 1}:
             raise CompositionError(f"method {self.name}: {sorted(doubled)[0]!r} stands in its stacks twice")
-        has, took = {"exact", "individual"}, {}
+        has: set[str] = {"exact", "individual"}
+        took: dict[str, Part] = {}
         for part in (*self.channels, self.aggregate, *self.observers):
             if missing := part.needs - has:
                 what = sorted(missing)[0]

@@ -106,8 +106,11 @@ class Simulator:
     def exchange(self, outgoing: Outgoing) -> Replies:
         """Train the cohort, chunk by chunk; clients that drop out or come late are not run."""
         ranks = self.task.ranks()
-        forms = {r: upload_schemas(self.method, self.task, outgoing, r)[-1] for r in ([None] if ranks is None else sorted(set(ranks.tolist())))}
-        missing, seconds, who = {}, [0.0], []
+        forms = {
+            r: upload_schemas(self.method, self.task, outgoing, r)[-1] for r in ([None] if ranks is None else sorted(set(ranks.tolist())))
+        }
+        missing: dict[int, str] = {}
+        seconds, who = [0.0], []
         for c in outgoing.cohort:
             size = schema_size(forms[None if ranks is None else int(ranks[c])])[1]
             took, why = self.faults.answer(outgoing.seed, outgoing.round, c, self.batches.count(int(self._examples[c])), 2 * size)
@@ -170,7 +173,7 @@ class Simulator:
             rank = {} if update.rank is None else {"rank": update.rank}
             return update.payload, update.weight, update.report, update.client, rank, memory
 
-        arguments = (index, select(self._memory, index), select(outgoing.personal, place))
+        memory, personal = select(self._memory, index), select(outgoing.personal, place)
         weight = self._examples[index].float()
         try:
             if self.together:
@@ -179,21 +182,20 @@ class Simulator:
                 for i, d in enumerate(drawn):
                     rows[i, : len(d)] = d
                 probe = self.task.batch(torch.stack(probes)) if probes else {}
-                got = vmap(one)(*arguments, self.task.batch(rows), probe, weight)
+                got = vmap(one)(index, memory, personal, self.task.batch(rows), probe, weight)
             else:
                 singles = []
                 for i in range(len(some)):
-                    own = [a[i] if isinstance(a, Tensor) else select(a, i) for a in arguments]
                     probe = self.task.batch(probes[i]) if probes else {}
-                    singles.append(one(*own, self.task.batch(drawn[i]), probe, weight[i]))
+                    batches = self.task.batch(drawn[i])
+                    singles.append(one(index[i], select(memory, i), select(personal, i), batches, probe, weight[i]))
                 got = [stack(list(column)) if isinstance(column[0], dict) else torch.stack(column) for column in zip(*singles, strict=True)]
         except Exception as error:
             raise ClientError(
-                f"round {outgoing.round}, clients {some[0]} to {some[-1]} ({len(some)}), method {self.method.name}: "
-                f"{type(error).__name__}: {error}"
+                f"round {outgoing.round}, clients {some[0]} to {some[-1]} ({len(some)}), method {self.method.name}: {type(error).__name__}: {error}"
             ) from error
-        payload, weight, report, client, rank, memory = got
-        return Update(payload, weight, report, client, rank.get("rank")), memory
+        payload, weight, report, client, rank, after = got
+        return Update(payload, weight, report, client, rank.get("rank")), after
 
     def _form(self, outgoing: Outgoing, rank: int, forms: dict[int | None, Schema]) -> Schema:
         """What a client of this rank sends; ranks may have been pruned since the round began."""
@@ -240,5 +242,5 @@ def _zero_beyond(payload: Tensors, forms: list[Schema]) -> Tensors:
         out[n] = torch.zeros_like(t)
         for i, form in enumerate(forms):
             corner = (i, *(slice(0, s) for s in form[n][1]))
-            out[n][corner] = t[corner]
+            out[n][corner] = t[corner]  # type: ignore[index]
     return out

@@ -57,7 +57,9 @@ class Routed(Aggregate):
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """The parts' steps side by side."""
-        step, after, left = {}, {}, dict(update.payload)
+        step: Tensors = {}
+        after: Tensors = {}
+        left = dict(update.payload)
         for i, (pattern, part) in enumerate(self.routes.items()):
             mine = {n: left.pop(n) for n in list(left) if matches(n, (pattern,))}
             if mine:
@@ -144,7 +146,8 @@ class IntoBase(Aggregate):
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """State: the factors of the last step of each base delta, ``stack_b`` (out, m) and ``stack_a`` (m, in)."""
-        step, stacks = _others(update), {}
+        step = _others(update)
+        stacks: Tensors = {}
         averaged = weighted_mean(update) if self.residual else {}
         for layer in layers(update.payload):
             b, a = lowrank.stacked(update.shares, *trained(update, server, layer))

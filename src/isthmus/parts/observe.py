@@ -39,7 +39,5 @@ class UpdateNorm(Observer):
         """``dispersion`` = sum_k w_k ||d_k - mean||^2 / ||mean||^2."""
         mean = weighted_mean(update)
         square = sum(float(m.square().sum()) for m in mean.values())
-        spread = sum(
-            float((update.shares * (t - mean[n]).reshape(len(t), -1).square().sum(1)).sum()) for n, t in update.payload.items()
-        )
+        spread = sum(float((update.shares * (t - mean[n]).reshape(len(t), -1).square().sum(1)).sum()) for n, t in update.payload.items())
         return {"update_norm": square**0.5, "dispersion": spread / square} if square else {}

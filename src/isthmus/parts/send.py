@@ -31,7 +31,9 @@ class Stacks(Send):
             out = {n: t for n, t in out.items() if not n.endswith((A, B))}
         for n in [n for n in out if n.endswith(".delta")]:
             layer = n.removesuffix(".delta")
-            factors = {f: server.state[f"aggregate/{layer}.{f}"] for f in ("stack_b", "stack_a") if f"aggregate/{layer}.{f}" in server.state}
+            factors = {
+                f: server.state[f"aggregate/{layer}.{f}"] for f in ("stack_b", "stack_a") if f"aggregate/{layer}.{f}" in server.state
+            }
             last = server.versions[n]
             if factors and (seen >= last or (seen == -1 and last == 0)) and nbytes(factors) < nbytes({n: out[n]}):
                 del out[n]

@@ -40,9 +40,9 @@ def examine() -> dict[str, dict[str, str]]:
     advice = {}
     native = bool(flags & {"avx512_bf16", "amx_bf16"}) or torch.cuda.is_available()
     if best16 < 1.2 * best32:
-        advice["bf16"] = f"no faster than fp32 here ({best16:.0f} against {best32:.0f} GFLOP/s): set model.precision = \"fp32\""
+        advice["bf16"] = f'no faster than fp32 here ({best16:.0f} against {best32:.0f} GFLOP/s): set model.precision = "fp32"'
     elif native:
-        advice["bf16"] = f"{best16 / best32:.1f} times as fast as fp32: keep model.precision = \"bf16\""
+        advice["bf16"] = f'{best16 / best32:.1f} times as fast as fp32: keep model.precision = "bf16"'
     if fp32["onednn"] > 1.1 * fp32["default"]:
         advice["fp32"] = f"frozen layers go through oneDNN, {fp32['onednn'] / fp32['default']:.1f} times as fast as torch's default here"
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

@@ -52,7 +52,7 @@ def result_rows(document: dict[str, Any], lines: dict[str, list[dict[str, Any]]]
     """The method against its two reference lines: name, global, personal, up, down."""
     out = []
     for name, rows in lines.items():
-        last = next((r["evaluation"] for r in reversed(rows) if r["evaluation"]), {})
+        last: dict[str, Any] = next((r["evaluation"] for r in reversed(rows) if r["evaluation"]), {})
         score = lambda which, last=last: percent(last.get(which, {}).get("accuracy"))  # noqa: E731
         label = {"local": "local-only", "pooled": "pooled data"}.get(name, name)
         out.append([label, score("global"), score("personal"), size(total(rows, "up")), size(total(rows, "down"))])
@@ -104,10 +104,15 @@ def write(folder: Path) -> Path:
     local_last = next((r["evaluation"]["clients"]["accuracy"] for r in reversed(local) if r["evaluation"]), None) if local else None
     one = document["method"] == "pooled"
     body.append(
-        figures([
-            ("What each client gains over training alone, on its own test rows.", plots.gain(last["clients"]["accuracy"], local_last, dealt["clients"]) if local_last and not one else None),
-            ("Training rows by label.", plots.split(dealt)),
-        ])  # fmt: skip
+        figures(
+            [
+                (
+                    "What each client gains over training alone, on its own test rows.",
+                    plots.gain(last["clients"]["accuracy"], local_last, dealt["clients"]) if local_last and not one else None,
+                ),
+                ("Training rows by label.", plots.split(dealt)),
+            ]
+        )  # fmt: skip
     )
     if not one:
         head = ["client", "training rows", "accuracy"] + (["local-only"] if local_last else [])
@@ -120,10 +125,15 @@ def write(folder: Path) -> Path:
             body.append(f'<p class="quiet">and {len(shown) - 50} more clients</p>')
     body.append("<h2>Diagnostics</h2>")
     body.append(
-        figures([
-            ("How far the mean of the products is from the product of the mean factors, relative.", plots.metric(ours, "aggregation_error", "aggregation error")),
-            ("Dispersion of the clients’ updates around their mean.", plots.metric(ours, "dispersion", "dispersion")),
-        ])  # fmt: skip
+        figures(
+            [
+                (
+                    "How far the mean of the products is from the product of the mean factors, relative.",
+                    plots.metric(ours, "aggregation_error", "aggregation error"),
+                ),
+                ("Dispersion of the clients’ updates around their mean.", plots.metric(ours, "dispersion", "dispersion")),
+            ]
+        )  # fmt: skip
     )
     if missing:
         body.append(f"<h2>Missing</h2><p>{'<br>'.join(html.escape(m) for m in missing[:200])}</p>")

@@ -26,7 +26,8 @@ class TensorBoard(Callback):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise RecipeError("logs.tensorboard: needs the package tensorboard: pip install 'isthmus[logs]'") from None
-        self.make, self.folder, self.writer = SummaryWriter, folder, None
+        self.make, self.folder = SummaryWriter, folder
+        self.writer: Any = None
 
     def begin(self, line: str, recipe: Recipe, start: int) -> None:
         """One writer for each line."""

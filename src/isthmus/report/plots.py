@@ -10,8 +10,9 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 COLOURS = ["#1b6ca8", "#d1603d", "#3d8f63", "#8a5fa8", "#b8912f", "#5b6770", "#c2557f", "#2b9aa0"]
 REFERENCE = {"local": "#8c8c8c", "pooled": "#404040"}
@@ -20,7 +21,7 @@ REFERENCE = {"local": "#8c8c8c", "pooled": "#404040"}
 @contextmanager
 def figure(width: float = 6.4, height: float = 3.6) -> Iterator[tuple[Axes, list[str]]]:
     """Axes to draw on; afterwards the list holds one SVG document without the XML preamble."""
-    style = {
+    style: dict[Any, Any] = {
         "svg.fonttype": "none", "svg.hashsalt": "isthmus", "font.family": "sans-serif", "font.size": 10, "axes.spines.top": False,
         "axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e4e4", "axes.axisbelow": True, "legend.frameon": False,
     }  # fmt: skip
@@ -55,7 +56,7 @@ def by_round(lines: dict[str, list[dict[str, Any]]], name: str) -> str:
                 x, y = _curve(rows, which, name)
                 axes.plot(x, y, color=colour, linestyle=dash, marker="o", markersize=3, label=f"{label} ({which})")
         axes.set(xlabel="round", ylabel=name)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(fontsize=8)
     return out[0]
 
@@ -99,9 +100,20 @@ def split(table: dict[str, Any]) -> str:
         for i, label in enumerate(table["labels"]):
             counts = [r[i] for r in rows]
             colour = plt.get_cmap("viridis")(i / max(1, len(table["labels"]) - 1)) if many else COLOURS[i % len(COLOURS)]
-            axes.barh(range(len(clients)), counts, left=left, color=colour, label=None if many else label, hatch="//" if i >= len(COLOURS) and not many else None)
+            axes.barh(
+                range(len(clients)),
+                counts,
+                left=left,
+                color=colour,
+                label=None if many else label,
+                hatch="//" if i >= len(COLOURS) and not many else None,
+            )
             left = [a + b for a, b in zip(left, counts, strict=True)]
-        axes.set(yticks=range(len(clients)), yticklabels=clients, xlabel="training rows" + (f", {len(table['labels'])} labels by colour" if many else ""))
+        axes.set(
+            yticks=range(len(clients)),
+            yticklabels=clients,
+            xlabel="training rows" + (f", {len(table['labels'])} labels by colour" if many else ""),
+        )
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         if not many and len(table["labels"]) > 1:
@@ -132,5 +144,5 @@ def metric(rows: list[dict[str, Any]], name: str, label: str) -> str | None:
     with figure(height=2.8) as (axes, out):
         axes.plot([p[0] for p in points], [p[1] for p in points], color=COLOURS[3], marker="o", markersize=3)
         axes.set(xlabel="round", ylabel=label)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return out[0]

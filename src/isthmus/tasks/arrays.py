@@ -76,7 +76,7 @@ class ArrayTask:
             torch.manual_seed(seed_of(seed, "net"))
             for module in self.net.modules():
                 if hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
+                    module.reset_parameters()  # type: ignore[operator]
         return {n: p.detach().clone() for n, p in self.net.named_parameters()}
 
     def loss(self, params: Tensors, batch: Tensors) -> Tensor:

@@ -185,10 +185,14 @@ def language(recipe: Recipe, root: Path | None = None) -> TextTask:
     """Next-token prediction with a frozen causal model and adapters."""
     corpora = _corpora(recipe, root, labels=False)
     net, tokenizer = load_pretrained(recipe.model.path, causal=True)
+    for i, corpus in enumerate(corpora):
+        enough = [n >= 2 for n in map(len, tokenizer(corpus.text)["input_ids"])]
+        if not any(enough):
+            raise DataError(f"data.source {corpus.name!r}: no row has two tokens or more")
+        if not all(enough):
+            corpora[i] = corpus.take([j for j, keep in enumerate(enough) if keep])
+            corpora[i].notes.append(f"{corpus.name}: {enough.count(False)} rows of fewer than two tokens were left out")
     ids, length = _tokens(tokenizer, [t for c in corpora for t in c.text], recipe.model.max_length)
-    enough = length >= 2
-    if not enough.all():
-        raise DataError(f"data.text: row {int((~enough).nonzero()[0])} has fewer than two tokens")
     group = torch.cat([torch.full((len(c.text),), g) for g, c in enumerate(corpora)])
     texts = Texts(ids, length, torch.zeros(len(ids), dtype=torch.long), group)
     train, test, clients = _deal(recipe, corpora, texts.label, group)

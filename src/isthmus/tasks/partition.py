@@ -106,7 +106,9 @@ def by_value(values: Sequence[str]) -> tuple[Tensor, list[str]]:
     return torch.tensor([number[v] for v in values]), names
 
 
-def split(client: Tensor, clients: int, test: Tensor | None, fraction: float, seed: int, label: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def split(
+    client: Tensor, clients: int, test: Tensor | None, fraction: float, seed: int, label: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
     """Each client's train and test rows: the official split, or ``fraction`` of its rows drawn label by label.
 
     Raises:

@@ -182,7 +182,12 @@ def _from_folder(root: Path, text: str, label: str | None, split: str | None) ->
 
 
 def load(
-    source: str, text: str = "text", label: str | None = "label", client: str | None = None, split: str | None = None, root: Path | None = None
+    source: str,
+    text: str = "text",
+    label: str | None = "label",
+    client: str | None = None,
+    split: str | None = None,
+    root: Path | None = None,
 ) -> Corpus:
     """A packaged data set by name, or a file or folder by path (relative to the recipe, to here, or to ``$ISTHMUS_DATA``).
 
@@ -193,7 +198,11 @@ def load(
     """
     if source in PACKAGED:
         return PACKAGED[source][0]()
-    places = [Path(source), *([root / source] if root else []), *([Path(os.environ["ISTHMUS_DATA"]) / source] if "ISTHMUS_DATA" in os.environ else [])]
+    places = [
+        Path(source),
+        *([root / source] if root else []),
+        *([Path(os.environ["ISTHMUS_DATA"]) / source] if "ISTHMUS_DATA" in os.environ else []),
+    ]
     path = next((p for p in places if p.exists()), None)
     if path is None:
         raise DataError(f"data.source = {source!r}: neither a file or folder, nor one of {', '.join(PACKAGED)}")

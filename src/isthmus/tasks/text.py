@@ -35,7 +35,10 @@ class Texts:
 class Head(Protocol):
     """What turns hidden states into losses."""
 
-    budget: int  # tokens in one pass
+    @property
+    def budget(self) -> int:
+        """Tokens in one pass."""
+        ...
 
     def init(self) -> Tensors:
         """Tensors that train beside the adapters."""
