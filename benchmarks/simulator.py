@@ -76,7 +76,7 @@ def minilm_task(texts: Texts, train, precision="fp32", layers="all", keep=2 << 3
 class Ours:
     """A federation that plays rounds when asked."""
 
-    def __init__(self, task, work, batches: Batches, way: str = "together", chunk: int = 64) -> None:
+    def __init__(self, task, work, batches: Batches, way: str = "together", chunk: int | None = None) -> None:
         self.method, self.task = plain(work), task
         self.method = replace(self.method, observers=())
         self.engine = Simulator(self.method, task, 0, batches, way, chunk)
@@ -205,7 +205,7 @@ def memory(clients: int) -> dict:
     task = minilm_task(texts, train, "bf16")
     begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     method = replace(fedsa_lora(plain(LocalTraining("sgd", LR))), observers=())
-    engine, server = Simulator(method, task, 0, Batches(16), chunk=64), server_start(method, task, 0)
+    engine, server = Simulator(method, task, 0, Batches(16)), server_start(method, task, 0)
     server_round(method, task, server, engine)
     adapter = sum(t.numel() * 4 for t in task.init(0).values())
     top = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -215,7 +215,7 @@ def memory(clients: int) -> dict:
 def platform_cost() -> dict:
     """A round of 1,000 clients with rank-8 MiniLM payloads and no training: what the platform itself costs."""
     texts, train = bbc(1000, 16)
-    one = Ours(minilm_task(texts, train, "bf16"), NoTraining(), Batches(16), chunk=256)
+    one = Ours(minilm_task(texts, train, "bf16"), NoTraining(), Batches(16))
     one(1)
     return {"seconds": [round(s, 3) for s in one(3)]}
 

@@ -110,7 +110,7 @@ class EngineTable(Section):
     """How clients run, and what goes wrong on the way."""
 
     way: Literal["auto", "together", "loop"] = "auto"
-    chunk: int = Field(64, ge=1)
+    chunk: int | None = Field(None, ge=1, description="clients in one mapped call, instead of as many as 64 MiB of tensors")
     threads: int | None = Field(None, ge=1)
     dropout: float = Field(0.0, ge=0, lt=1)
     deadline: float | None = Field(None, gt=0)

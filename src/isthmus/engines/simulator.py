@@ -13,11 +13,12 @@ from torch.func import vmap
 from ..core.batches import Batches
 from ..core.rounds import Outgoing, Replies, client_round, client_start, upload_schemas
 from ..core.seeds import generator
-from ..core.tensors import Tensors, select, stack, under
+from ..core.tensors import Tensors, nbytes, select, stack, under
 from ..core.types import Method, Server, Task, Update
 from ..core.wire import Schema, schema, schema_size
 
 Way = Literal["auto", "together", "loop"]
+_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Simulator:
         batches: how a client's rows become steps.
         way: "together" maps client code over the clients of a chunk, "loop" runs them one by one (the reference), "auto" takes the
             first where every part can be mapped.
-        chunk: clients in one mapped call; memory grows with it, not with the number of clients.
+        chunk: clients in one mapped call; memory grows with it, not with the number of clients.  None: as many as have 64 MiB of
+            tensors between them, at most 256.
         faults: dropouts and stragglers.
     """
 
@@ -78,14 +80,14 @@ class Simulator:
     seed: int = 0
     batches: Batches = field(default_factory=Batches)
     way: Way = "auto"
-    chunk: int = 64
+    chunk: int | None = None
     faults: Faults = field(default_factory=Faults)
     _pending: list[tuple[list[int], Tensors]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if self.way not in ("auto", "together", "loop"):
             raise ValueError(f"engine.way = {self.way!r}: accepted are 'auto', 'together', 'loop'")
-        if self.chunk < 1:
+        if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"engine.chunk = {self.chunk!r}: must be at least 1")
         can = self.method.vmappable and self.task.vmappable
         if self.way == "together" and not can:
@@ -120,8 +122,9 @@ class Simulator:
         self._pending, parts = [], []
         # clients with about as many steps go together, so that few steps are padding
         who.sort(key=lambda c: (-self.batches.count(int(self._examples[c])), c))
-        for i in range(0, len(who), self.chunk):
-            some = sorted(who[i : i + self.chunk])
+        chunk = self.chunk or max(1, min(256, _CHUNK_BYTES // max(1, nbytes(outgoing.shared) + nbytes(self.memory(0)))))
+        for i in range(0, len(who), chunk):
+            some = sorted(who[i : i + chunk])
             update, memory = self._run(outgoing, some)
             self._pending.append((some, memory))
             parts.append(update)

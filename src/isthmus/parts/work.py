@@ -49,42 +49,39 @@ class LocalTraining(Work):
 
         flat = torch.cat([params[n].reshape(-1) for n in names])
         step = grad_and_value(lambda vector, batch: loss({**fixed, **split(vector)}, batch))
-        state, update = self._optimiser(flat, self.lr * rate)
-        total, losses, taken = torch.zeros_like(flat), torch.zeros(()), torch.zeros(())
-        for i in range(batches["valid"].shape[0]):
-            batch = {n: t[i] for n, t in batches.items()}
-            real = batch["valid"].any()
-            gradient, value = step(flat, batch)
+        state, update = self._optimiser(flat)
+        real = batches["valid"].any(1).to(flat.dtype)  # (steps,), 0 for padding
+        total, losses = torch.zeros_like(flat), torch.zeros(())
+        for i in range(len(real)):
+            gradient, value = step(flat, {n: t[i] for n, t in batches.items()})
             if self.clip is not None:
                 gradient = gradient * torch.clamp(self.clip / (gradient.norm() + 1e-12), max=1.0)
-            moved, state = update(flat, gradient, state, i + 1)
-            flat = torch.where(real, moved, flat)
-            total = total + torch.where(real, gradient, 0.0)
-            losses, taken = losses + torch.where(real, value.detach(), 0.0), taken + real
-        taken = taken.clamp_min(1)
+            flat, state = update(flat, gradient, state, i + 1, self.lr * rate * real[i])
+            total, losses = torch.addcmul(total, gradient, real[i]), losses + value.detach() * real[i]
+        taken = real.sum().clamp_min(1)
         return Trained(fixed | split(flat), {"loss": losses / taken, "steps": taken}, split(total / taken))
 
-    def _optimiser(self, flat: Tensor, lr: Tensor | float) -> tuple[tuple[Tensor, ...], Callable[..., tuple[Tensor, tuple[Tensor, ...]]]]:
-        """Start state and (flat, gradient, state, step) -> (flat, state).
+    def _optimiser(self, flat: Tensor) -> tuple[tuple[Tensor, ...], Callable[..., tuple[Tensor, tuple[Tensor, ...]]]]:
+        """Start state and (flat, gradient, state, step, learning rate) -> (flat, state).
 
-        Padded steps come last, so the state that they spoil is never used.
+        A padded step has the learning rate 0.  Padded steps come last, so the state that they spoil is never used.
         """
         decay = self.weight_decay
         if self.optimiser == "sgd":
 
-            def sgd(x: Tensor, g: Tensor, state: tuple[Tensor, ...], t: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+            def sgd(x: Tensor, g: Tensor, state: tuple[Tensor, ...], t: int, lr: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
                 g = g + decay * x if decay else g
                 if not self.momentum:
-                    return x - lr * g, ()
+                    return torch.addcmul(x, g, lr, value=-1), ()
                 velocity = self.momentum * state[0] + g
-                return x - lr * velocity, (velocity,)
+                return torch.addcmul(x, velocity, lr, value=-1), (velocity,)
 
             return (torch.zeros_like(flat),) if self.momentum else (), sgd
         if self.optimiser != "adamw":
             raise ValueError(f"train.optimiser = {self.optimiser!r}: accepted are 'adamw' and 'sgd'")
         b1, b2 = self.betas
 
-        def adamw(x: Tensor, g: Tensor, state: tuple[Tensor, ...], t: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        def adamw(x: Tensor, g: Tensor, state: tuple[Tensor, ...], t: int, lr: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             m = b1 * state[0] + (1 - b1) * g
             v = b2 * state[1] + (1 - b2) * g * g
             x = x - lr * decay * x if decay else x
