@@ -143,7 +143,7 @@ def minilm(repeats: int, scratch: Path) -> dict:
             one.server, _ = server_round(one.method, exact, one.server, one.engine)
             ends[name] = one.server.shared
         reference = peers.peft_loop(work, 1)[1]
-        gap = lambda a, b: max(float((a[n] - b[n]).abs().max()) for n in a)  # noqa: E731
+        gap = lambda a, b: max(float((a[n] - b[n]).abs().max()) for n in a)
         out[title] = {
             "seconds": summarise(seconds),
             "together_against_loop": gap(ends["together"], ends["loop"]),

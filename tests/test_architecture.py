@@ -80,4 +80,4 @@ def test_nothing_unpickles():
 
 def test_methods_are_small_files():
     for path in (SOURCE / "federated").glob("*.py"):
-        assert len(path.read_text().splitlines()) < 150, path.name
+        assert len(path.read_text().splitlines()) < 200, path.name

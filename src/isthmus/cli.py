@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -209,12 +209,23 @@ def export(
 
 
 @app.command("list")
-def list_(json_: Json = False) -> None:
+def list_(
+    json_: Json = False,
+    fields: Annotated[bool, typer.Option("--fields", help="Every field of a recipe: what it accepts, its default, its meaning.")] = False,
+) -> None:
     """Recipes, methods, tasks, adapters, channels: one line each; broken plug-ins are named."""
     with _clear_errors():
         import tomllib
 
         from .core import recipe, registry
+
+        if fields:
+            head = ["field", "accepted", "default", "meaning"]
+            if json_:
+                _print_json([dict(zip(head, row, strict=True)) for row in recipe.fields()])
+            else:
+                _print_table(head, [list(row) for row in recipe.fields()], "left")
+            return
 
         found: dict[str, dict[str, str]] = {
             "recipes": {n: str(tomllib.loads(p.read_text(encoding="utf-8")).get("description", "")) for n, p in recipe.packaged().items()}
@@ -274,13 +285,13 @@ def _print_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=1, ensure_ascii=False))
 
 
-def _print_table(head: list[str], rows: list[list[str]]) -> None:
+def _print_table(head: list[str], rows: list[list[str]], justify: Literal["left", "right"] = "right") -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for i, name in enumerate(head):
-        table.add_column(name, justify="left" if i == 0 else "right")
+        table.add_column(name, justify="left" if i == 0 else justify)
     for row in rows:
         table.add_row(*row)
     Console().print(table)

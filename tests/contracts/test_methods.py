@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from isthmus.adapters.bias import Biases
 from isthmus.core import registry
 from isthmus.core.recipe import parse
 from isthmus.core.types import CompositionError
@@ -19,7 +20,12 @@ from ..conftest import digits_task, tiny_text_task
 from . import contracts
 
 METHODS = sorted(m for m in registry.entries("methods") if m != "pooled")
-TASKS = {"digits": digits_task, "lora": tiny_text_task, "ranks": lambda: tiny_text_task(ranks=(1, 2, 4, 3))}
+TASKS = {
+    "digits": digits_task,
+    "lora": tiny_text_task,
+    "ranks": lambda: tiny_text_task(ranks=(1, 2, 4, 3)),
+    "biases": lambda: tiny_text_task(adapters=[Biases()]),
+}
 
 
 @cache
@@ -78,7 +84,14 @@ def test_the_order_of_clients_does_not_matter(kind, name):
 @pytest.mark.parametrize("channel", [Int8(), TopK(0.3), GaussianNoise(1.0, 0.01)], ids=lambda c: c.name)
 def test_methods_go_through_channels(kind, channel):
     name = next(n for k, n in PAIRS if k == kind)
-    over = replace(method(kind), channels=(channel,))
+    one = method(kind)
+    try:
+        over = replace(one, channels=(*one.channels, channel))
+    except CompositionError as error:
+        if "feedback" not in str(error):
+            assert isinstance(channel, GaussianNoise)  # refused when it is built, as it should be where more than values leave
+            return
+        over = replace(one, channels=(*one.channels, replace(channel, feedback=False)))
     # rounding to 8 bits can fall on either side for values that differ in the last place; error feedback then carries the difference
     contracts.ways_agree(over, task(name), tolerance=5e-3 if channel.name == "int8" else 1e-5)
     contracts.ledger_equals_bytes(over, task(name))

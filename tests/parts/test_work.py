@@ -37,7 +37,7 @@ START = {"w": torch.zeros(3), "b": torch.ones(2)}
 )
 def test_steps_are_those_of_torchs_optimisers(settings, reference):
     data = batches(6)
-    got = LocalTraining(lr=0.05, **settings)(START, quadratic, data, INBOX, 1.0).params
+    got = LocalTraining(lr=0.05, **settings)(START, quadratic, data, INBOX, {}).params
     leaves = {n: t.clone().requires_grad_() for n, t in START.items()}
     optimiser = reference(list(leaves.values()))
     for i in range(6):
@@ -52,24 +52,28 @@ def test_padded_steps_change_nothing():
     data, more = batches(3), batches(5)
     more["x"][:3], more["valid"][3:] = data["x"], False
     work = LocalTraining("adamw", 0.05)
-    a, b = work(START, quadratic, data, INBOX, 1.0), work(START, quadratic, more, INBOX, 1.0)
+    a, b = work(START, quadratic, data, INBOX, {}), work(START, quadratic, more, INBOX, {})
     assert all(torch.equal(a.params[n], b.params[n]) for n in START)
     assert float(b.report["steps"]) == 3
     torch.testing.assert_close(a.report["loss"], b.report["loss"])
 
 
 def test_names_that_do_not_train_stay():
-    got = replace(LocalTraining("sgd", 0.05), trains=ByName(("w",)))(START, quadratic, batches(3), INBOX, 1.0)
+    got = replace(LocalTraining("sgd", 0.05), trains=ByName(("w",)))(START, quadratic, batches(3), INBOX, {})
     assert torch.equal(got.params["b"], START["b"])
     assert not torch.equal(got.params["w"], START["w"])
     assert set(got.gradient) == {"w"}
 
 
-def test_the_rate_multiplies_and_the_clip_bounds():
-    one = LocalTraining("sgd", 0.1)(START, quadratic, batches(1), INBOX, 0.5).params
-    other = LocalTraining("sgd", 0.05)(START, quadratic, batches(1), INBOX, 1.0).params
-    assert all(torch.allclose(one[n], other[n]) for n in START)
-    clipped = LocalTraining("sgd", 1.0, clip=0.01)(START, quadratic, batches(1), INBOX, 1.0).params
+def test_rates_multiply_and_the_clip_bounds():
+    half = {"w": torch.tensor(0.5)}
+    for optimiser in ("sgd", "adamw"):
+        one = LocalTraining(optimiser, 0.1)(START, quadratic, batches(1), INBOX, half).params
+        other = LocalTraining(optimiser, 0.05)(START, quadratic, batches(1), INBOX, {}).params
+        whole = LocalTraining(optimiser, 0.1)(START, quadratic, batches(1), INBOX, {}).params
+        torch.testing.assert_close(one["w"], other["w"])
+        torch.testing.assert_close(one["b"], whole["b"])
+    clipped = LocalTraining("sgd", 1.0, clip=0.01)(START, quadratic, batches(1), INBOX, {}).params
     moved = torch.cat([(clipped[n] - START[n]).flatten() for n in START]).norm()
     assert float(moved) == pytest.approx(0.01, rel=1e-3)
 
@@ -78,4 +82,4 @@ def test_bad_settings_are_named():
     with pytest.raises(ValueError, match=r"train\.lr = 0"):
         LocalTraining(lr=0)
     with pytest.raises(ValueError, match="'adamw' and 'sgd'"):
-        LocalTraining("lion")(START, quadratic, batches(1), INBOX, 1.0)  # type: ignore[arg-type]
+        LocalTraining("lion")(START, quadratic, batches(1), INBOX, {})  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ class Lora:
     ``ranks`` gives every client a rank of its own, up to ``rank``; factors are padded with zeros, which training leaves at zero.  The
     scale is that of ``rank`` for all clients, so that padded factors mean the same update everywhere.
 
-    Tensors of a site: ``lora_a``, ``lora_b`` (trained), and ``delta`` (out, in), the part of a merged base that methods publish, in
-    units of B A.
+    Tensors of a site: ``lora_a``, ``lora_b`` (trained); ``delta`` (out, in), the part of a merged base that methods publish; ``bypass_a``
+    (q, in), ``bypass_b`` (out, q), frozen factors that a client's plug-in adds.  All are in units of B A.
     """
 
     rank: int = 8
@@ -56,12 +56,17 @@ class Lora:
         out = None
         if "delta" in params:
             out = self.scale * rows.product(x, params["delta"])
-        if "lora_b" in params:
-            low = self.scale * rows.product(rows.product(x, params["lora_a"]), params["lora_b"])
-            out = low if out is None else out + low
+        for a, b in (("lora_a", "lora_b"), ("bypass_a", "bypass_b")):
+            if b in params:
+                low = self.scale * rows.product(rows.product(x, params[a]), params[b])
+                out = low if out is None else out + low
         return out
 
     def weight(self, params: Tensors) -> Tensor:
         """The dense change of a site's weight (out, in), for one client's tensors."""
-        dense = self.scale * (params["lora_b"] @ params["lora_a"])
-        return dense + self.scale * params["delta"] if "delta" in params else dense
+        dense = params["lora_b"] @ params["lora_a"]
+        if "delta" in params:
+            dense = dense + params["delta"]
+        if "bypass_b" in params:
+            dense = dense + params["bypass_b"] @ params["bypass_a"]
+        return self.scale * dense

@@ -58,12 +58,12 @@ class MethodTable(Open):
 class Data(Section):
     """Where rows come from."""
 
-    source: str | list[str] = "bbc"
-    text: str = "text"
-    label: str | None = "label"
-    client: str | None = None
-    split: str | None = None
-    test_fraction: float = Field(0.2, gt=0, lt=1)
+    source: str | list[str] = Field("bbc", description="a packaged set, a file or a folder; several: a list")
+    text: str = Field("text", description="column")
+    label: str | None = Field("label", description="column")
+    client: str | None = Field(None, description='column that says whose row it is, or "folder"')
+    split: str | None = Field(None, description='column with "train" and "test"')
+    test_fraction: float = Field(0.2, gt=0, lt=1, description="of each client's rows, where there is no split")
     limit: int | None = Field(None, ge=1, description="rows at most, drawn from the seed")
     own_labels: bool = Field(False, description="several sources: each keeps its label set, with a private head")
 
@@ -73,50 +73,50 @@ class Deal(Section):
 
     kind: Literal["dirichlet", "classes", "quantity", "iid", "source"] = "dirichlet"
     clients: int = Field(8, ge=1)
-    alpha: float = Field(0.5, gt=0)
-    classes: int = Field(2, ge=1)
-    smallest: int = Field(10, ge=1)
+    alpha: float = Field(0.5, gt=0, description="dirichlet and quantity: small is skewed")
+    classes: int = Field(2, ge=1, description="labels a client")
+    smallest: int = Field(10, ge=1, description="rows that every client has at least")
 
 
 class Model(Section):
     """The pretrained model: a packaged one, a folder, or a hub name."""
 
-    path: str = "minilm"
-    max_length: int = Field(64, ge=2, le=8192)
-    pooling: Literal["mean", "cls", "last"] = "mean"
-    precision: Literal["fp32", "bf16"] = "bf16"
-    product: Literal["auto", "onednn", "default"] = "auto"
-    buckets: bool = True
+    path: str = Field("minilm", description="minilm, smollm2, a folder, or a hub name")
+    max_length: int = Field(64, ge=2, le=8192, description="tokens; longer texts are cut")
+    pooling: Literal["mean", "cls", "last"] = Field("mean", description="hidden states to one vector")
+    precision: Literal["fp32", "bf16"] = Field("bf16", description="of the frozen model")
+    product: Literal["auto", "onednn", "default"] = Field("auto", description="fp32 product; auto measures")
+    buckets: bool = Field(True, description="rows of similar length together")
     keep_bytes: int = Field(2 << 30, ge=0, description="memory for activations below the lowest adapter")
-    family: dict[str, str] | None = None
+    family: dict[str, str] | None = Field(None, description="module paths of an unknown model family")
     width: int = Field(128, ge=1, description="of a small network")
-    network: Literal["perceptron", "convolutional"] = "perceptron"
+    network: Literal["perceptron", "convolutional"] = Field("perceptron", description="small network")
 
 
 class Train(Section):
     """Local work."""
 
     optimiser: Literal["adamw", "sgd"] = "adamw"
-    lr: float = Field(3e-3, gt=0)
+    lr: float = Field(3e-3, gt=0, description="learning rate")
     size: int = Field(16, ge=1, description="rows in a batch")
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, description="passes over a client's rows in a round")
     steps: int | None = Field(None, ge=1, description="steps a round, instead of epochs")
     momentum: float = Field(0.0, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
-    clip: float | None = Field(None, gt=0)
+    clip: float | None = Field(None, gt=0, description="longest gradient")
 
 
 class EngineTable(Section):
     """How clients run, and what goes wrong on the way."""
 
-    way: Literal["auto", "together", "loop"] = "auto"
+    way: Literal["auto", "together", "loop"] = Field("auto", description="all clients at once, or one by one")
     chunk: int | None = Field(None, ge=1, description="clients in one mapped call, instead of as many as 64 MiB of tensors")
-    threads: int | None = Field(None, ge=1)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    deadline: float | None = Field(None, gt=0)
-    step_seconds: float = Field(0.1, gt=0)
-    spread: float = Field(0.0, ge=0)
-    bandwidth: float = Field(1e6, gt=0)
+    threads: int | None = Field(None, ge=1, description="of torch")
+    dropout: float = Field(0.0, ge=0, lt=1, description="chance that an invited client does not answer")
+    deadline: float | None = Field(None, gt=0, description="seconds on the simulated clock")
+    step_seconds: float = Field(0.1, gt=0, description="of an ordinary client")
+    spread: float = Field(0.0, ge=0, description="standard deviation of clients' log slowness")
+    bandwidth: float = Field(1e6, gt=0, description="bytes a second")
 
 
 class Evaluate(Section):
@@ -148,7 +148,7 @@ class Recipe(Section):
     description: str = ""
     rounds: int = Field(8, ge=1)
     seed: int = Field(0, ge=0)
-    participation: float = Field(1.0, gt=0, le=1)
+    participation: float = Field(1.0, gt=0, le=1, description="share of all clients in a round")
     task: Task = Task()
     data: Data = Data()
     partition: Deal = Deal()
@@ -172,6 +172,44 @@ class Recipe(Section):
     def table(self) -> dict[str, Any]:
         """As nested tables, without what is unset (TOML has no null)."""
         return _without_none(self.model_dump())
+
+
+def fields(model: type[BaseModel] = Recipe, prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """(dotted name, accepted, default, meaning) of every field of a recipe, for ``isthmus list --fields`` and the documentation."""
+    out = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            out += fields(kind, f"{prefix}{name}.")
+            continue
+        default = field.get_default(call_default_factory=True)
+        shown = "required" if field.is_required() else "" if default is None else literal_of(default)
+        bounds = [f"{sign} {getattr(m, a)}" for m in field.metadata for a, sign in _BOUNDS.items() if getattr(m, a, None) is not None]
+        out.append((prefix + name, ", ".join([_accepted(kind), *bounds]), shown, field.description or ""))
+    return out
+
+
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def _accepted(kind: Any) -> str:
+    origin, inner = typing.get_origin(kind), [k for k in typing.get_args(kind) if k is not type(None)]
+    if origin is Literal:
+        return " or ".join(map(literal_of, inner))
+    if origin is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return "table"
+    if origin is list:
+        return f"list of {_accepted(inner[0])}"
+    if inner:
+        return " or ".join(map(_accepted, inner))
+    return {str: "text", int: "whole number", float: "number", bool: "true or false"}[kind]
+
+
+def literal_of(value: Any) -> str:
+    """A value as TOML writes it."""
+    import json
+
+    return json.dumps(value)
 
 
 def _without_none(value: Any) -> Any:

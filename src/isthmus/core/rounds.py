@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from .tensors import Tensors, matches, prefixed, select, under
-from .types import Inbox, Method, Server, Task, Update
+from .types import Inbox, Loss, Method, Server, Task, Trained, Update
 from .wire import Schema, schema, size
 
 
@@ -39,49 +39,80 @@ def client_start(method: Method, task: Task, seed: int, rank: Tensor | None = No
         if channel.feedback:
             held = {n: params[n] for n in shared}
             sent = held | {n: t for p in method.plugins for n, t in p.publish(held).items()}
-            memory |= prefixed({n: torch.zeros_like(t) for n, t in sent.items()}, f"{channel.name}/")
+            memory |= prefixed({n: torch.zeros_like(t) for n, t in sent.items() if t.is_floating_point()}, f"{channel.name}/")
     ranks = [t for n, t in memory.items() if n.endswith("/rank")] + ([] if rank is None else [rank])
     return memory | ({"rank": torch.stack(ranks).amin()} if ranks else {})
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A client that holds what it was sent, before it works."""
+
+    inbox: Inbox
+    params: Tensors  # what trains
+    constants: Tensors  # what else its model is made of
+    memory: Mapping[str, Tensors]  # of each plug-in
+    loss: Loss  # without what plug-ins wrap around it
+
+    @property
+    def model(self) -> Tensors:
+        """All tensors of its model."""
+        return {**self.constants, **self.params}
+
+
+def arrive(method: Method, task: Task, inbox: Inbox, memory: Tensors, probe: Tensors) -> Arrived:
+    """Overlay what the server sent, cut to the client's rank, let plug-ins begin."""
+    names = [n.removeprefix("kept/") for n in memory if n.startswith("kept/")]
+    own = under(memory, "kept/") | inbox.shared
+    names += [n for n in inbox.shared if n not in inbox.published]
+    if "rank" in memory:
+        own = task.trim(own, memory["rank"])
+        inbox = replace(inbox, rank=memory["rank"])
+    constants, params = {n: t for n, t in own.items() if n not in names}, {n: own[n] for n in sorted(names)}
+
+    def loss(p: Tensors, batch: Tensors) -> Tensor:
+        return task.loss({**constants, **p}, batch)
+
+    mine = {p.name: under(memory, f"{p.name}/") for p in method.plugins}
+    for plugin in method.plugins:
+        params, mine[plugin.name] = plugin.begin(params, mine[plugin.name], inbox, loss, probe)
+        constants |= {n: params.pop(n) for n in list(params) if n not in names}
+    return Arrived(inbox, params, constants, mine, loss)
+
+
+def learn(method: Method, at: Arrived, batches: Tensors) -> Trained:
+    """Wrap the loss, work."""
+    loss = at.loss
+    rates: Tensors = {}
+    for plugin in method.plugins:
+        loss = plugin.wrap(loss, at.params, at.memory[plugin.name], at.inbox)
+        for n, factor in plugin.rates(at.params, at.memory[plugin.name], at.inbox).items():
+            rates[n] = rates[n] * factor if n in rates else factor
+    return method.work(at.params, loss, batches, at.inbox, rates)
 
 
 def client_round(
     method: Method, task: Task, inbox: Inbox, memory: Tensors, batches: Tensors, probe: Tensors, weight: Tensor
 ) -> tuple[Update, Tensors]:
     """One client's part of a round: pure, written for one client, mapped over clients by the simulator."""
-    names = [n.removeprefix("kept/") for n in memory if n.startswith("kept/")]
-    own = under(memory, "kept/") | inbox.shared
-    names += [n for n in inbox.shared if n not in inbox.published]
-    if "rank" in memory:
-        own = task.trim(own, memory["rank"])
-    constants, params = {n: t for n, t in own.items() if n not in names}, {n: own[n] for n in sorted(names)}
+    at = arrive(method, task, inbox, memory, probe)
+    trained = learn(method, at, batches)
 
-    loss = base = lambda p, batch: task.loss({**constants, **p}, batch)
-    mine = {p.name: under(memory, f"{p.name}/") for p in method.plugins}
-    rate: Tensor | float = 1.0
-    for plugin in method.plugins:
-        params, mine[plugin.name] = plugin.begin(params, mine[plugin.name], inbox, base, probe)
-    anchor = params
-    for plugin in method.plugins:
-        loss = plugin.wrap(loss, anchor, mine[plugin.name], inbox)
-        rate = rate * plugin.rate(mine[plugin.name], inbox)
-
-    trained = method.work(params, loss, batches, inbox, rate)
-
-    params = trained.params
+    inbox, anchor, mine, params = at.inbox, at.params, dict(at.memory), trained.params
     extra: Tensors = {}
     for plugin in reversed(method.plugins):
         params, mine[plugin.name], more = plugin.end(params, mine[plugin.name], inbox, trained)
         extra |= more
-    leaving = [n for n in method.share(names, inbox) if n in inbox.shared]
+    leaving = [n for n in method.share(list(anchor), inbox) if n in inbox.shared]
     payload = {n: params[n] - anchor[n] for n in leaving} | extra
     rest: Tensors = {}
     for channel in method.channels:
         if channel.feedback:
-            payload = {n: t + memory[f"{channel.name}/{n}"] for n, t in payload.items()}
+            payload = {n: t + memory[f"{channel.name}/{n}"] if t.is_floating_point() else t for n, t in payload.items()}
         sent = channel.encode(payload, inbox)
         if channel.feedback:
             back = channel.decode(sent, schema(payload))
-            rest |= prefixed({n: payload[n] - back[n] for n in payload}, f"{channel.name}/")
+            rest |= prefixed({n: t - back[n] for n, t in payload.items() if t.is_floating_point()}, f"{channel.name}/")
         payload = sent
 
     after = memory | prefixed({n: params[n] for n in params if f"kept/{n}" in memory}, "kept/") | rest
@@ -176,9 +207,9 @@ def server_start(method: Method, task: Task, seed: int) -> Server:
     return Server(shared, state, 0, (-1,) * task.clients, dict.fromkeys(shared, -2), frozenset(more), seed)
 
 
-def open_round(method: Method, server: Server) -> Outgoing:
-    """Invite a cohort and say what each of it gets."""
-    cohort = method.invite(server)
+def open_round(method: Method, server: Server, cohort: list[int] | None = None) -> Outgoing:
+    """Invite a cohort (unless it is given) and say what each of it gets."""
+    cohort = method.invite(server) if cohort is None else cohort
     personal, directive = method.send.personal(server, cohort), method.send.directive(server)
     return Outgoing(cohort, server.shared, personal, server.round, directive, server.published, server.seed)
 

@@ -78,6 +78,7 @@ class Inbox:
     directive: Mapping[str, str] = field(default_factory=dict)
     published: frozenset[str] = frozenset()  # shared names that nobody trains
     seed: int = 0
+    rank: Tensor | None = None  # (), of the client's adapter, where ranks differ
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,8 @@ class Trained:
 class Part:
     """What every filling of a slot declares about itself, checked when a method is built.
 
-    ``needs`` and ``takes`` are properties of a payload on its way: it starts as "exact" (not rounded or thinned out) and
-    "individual" (the server may look at one client's).  ``names`` are patterns that the task's trainable tensors must have.
+    ``needs`` and ``takes`` are properties of a payload on its way: it starts as "exact" (not rounded or thinned out), "individual" (the
+    server may look at one client's) and "aligned" (an entry stands at the same place in every round).  ``names`` are patterns that the task's trainable tensors must have.
     """
 
     name: ClassVar[str] = ""
@@ -145,8 +146,8 @@ class Part:
 class Work(Part):
     """Slot: local training, or statistics without gradients."""
 
-    def __call__(self, params: Tensors, loss: Loss, batches: Tensors, inbox: Inbox, rate: Tensor | float) -> Trained:
-        """Batches are (steps, B, ...); ``rate`` multiplies the learning rate."""
+    def __call__(self, params: Tensors, loss: Loss, batches: Tensors, inbox: Inbox, rates: Tensors) -> Trained:
+        """Batches are (steps, B, ...); ``rates`` multiply the learning rates of the tensors that they name."""
         raise NotImplementedError
 
 
@@ -229,16 +230,19 @@ class Plugin(Part):
         return {}
 
     def begin(self, params: Tensors, memory: Tensors, inbox: Inbox, loss: Loss, probe: Tensors) -> tuple[Tensors, Tensors]:
-        """Before local work; returns where it starts from, and the memory.  ``probe``: a batch of its own, if asked for."""
+        """Before local work; returns where it starts from, and the memory.  ``probe``: a batch of its own, if asked for.
+
+        Tensors that it adds under new names are part of the model and frozen until the next round.
+        """
         return params, memory
 
     def wrap(self, loss: Loss, anchor: Tensors, memory: Tensors, inbox: Inbox) -> Loss:
         """The loss that local work minimises; ``anchor`` is where it starts from."""
         return loss
 
-    def rate(self, memory: Tensors, inbox: Inbox) -> Tensor | float:
-        """A factor for the client's learning rate."""
-        return 1.0
+    def rates(self, params: Tensors, memory: Tensors, inbox: Inbox) -> Tensors:
+        """Factors for the learning rates of some tensors, by name, each ()."""
+        return {}
 
     def end(self, params: Tensors, memory: Tensors, inbox: Inbox, trained: Trained) -> tuple[Tensors, Tensors, Tensors]:
         """After local work; returns params, memory, and further payload (name to delta of a published tensor)."""
@@ -296,14 +300,15 @@ class Method:
         names = [p.name for p in (*self.plugins, *self.channels)]
         if doubled := {n for n in names if names.count(n) > 1}:
             raise CompositionError(f"method {self.name}: {sorted(doubled)[0]!r} stands in its stacks twice")
-        has: set[str] = {"exact", "individual"}
+        has: set[str] = {"exact", "individual", "aligned"}
         took: dict[str, Part] = {}
         for part in (*self.channels, self.aggregate, *self.observers):
-            if missing := part.needs - has:
+            feedback = {"aligned"} if isinstance(part, Channel) and part.feedback else set()
+            if missing := (part.needs | feedback) - has:
                 what = sorted(missing)[0]
                 raise CompositionError(
                     f"method {self.name}: {_title(part)} needs the payload {what!r}, which {_title(took[what])} took away; "
-                    f"put it before, or leave one of them out"
+                    f"put it before, or leave one of them out{' (or set feedback = false)' if what == 'aligned' else ''}"
                 )
             took |= dict.fromkeys(part.takes, part)
             has -= part.takes
@@ -312,6 +317,11 @@ class Method:
     def private(self) -> bool:
         """Whether reports and example counts must not leave the client."""
         return any(c.private for c in self.channels)
+
+    @property
+    def personal(self) -> bool:
+        """Whether a client's model is more than its own tensors beside the shared ones: a plug-in changes where it begins."""
+        return any(type(p).begin is not Plugin.begin for p in self.plugins)
 
     @property
     def vmappable(self) -> bool:

@@ -39,27 +39,22 @@ def evaluate(engine: Simulator, server: Server, everywhere: bool = True) -> Eval
     rows = torch.cat(tests)
     owner = torch.arange(task.clients).repeat_interleave(torch.tensor([len(t) for t in tests]))
     start = task.init(engine.seed)
-    common = set(scope(method, task, list(start))) == set(start) and task.ranks() is None and "rank" not in engine.state()
+    common = set(scope(method, task, list(start))) == set(start) and "rank" not in engine.state() and not method.personal
     shared = task.score(engine.global_params(server), rows) if common else None
-    personal = shared if shared is not None else _score_personal(engine, server, rows, owner)
+    personal = shared if shared is not None else task.score(personal_stack(engine, server), rows, owner)
     each = [_mean(personal, owner == c) for c in range(task.clients)]
     by_name = {n: [m[n] for m in each] for n in each[0]}
     mean = {n: sum(v) / len(v) for n, v in by_name.items()}
     return Evaluation(_overall(engine, server, rows, owner, shared, personal, everywhere), mean, by_name)
 
 
-def _score_personal(engine: Simulator, server: Server, rows: Tensor, owner: Tensor) -> Tensors:
-    """Every row with its owner's model; tensors that are the same for all are not copied."""
-    return engine.task.score(personal_stack(engine, server), rows, owner)
-
-
 def personal_stack(engine: Simulator, server: Server) -> Tensors:
-    """All clients' models: private tensors (clients, ...), shared ones without the client axis where ranks are equal."""
+    """All clients' models: private tensors (clients, ...), shared ones without the client axis where clients hold them as they are."""
     state = engine.state()
-    kept = under(state, "kept/")
-    if "rank" not in state:
-        return engine.global_params(server) | kept
-    return torch.func.vmap(lambda r, own: engine.task.trim({**server.shared, **own}, r))(state["rank"], kept)
+    if "rank" not in state and not engine.method.personal:
+        return engine.global_params(server) | under(state, "kept/")
+    models = [engine.arrived(server, list(range(i, min(i + 64, engine.task.clients)))) for i in range(0, engine.task.clients, 64)]
+    return {n: torch.cat([m[n] for m in models]) for n in models[0]}
 
 
 def _overall(

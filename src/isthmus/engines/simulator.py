@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from ..core.batches import Batches
-from ..core.rounds import Outgoing, Replies, client_round, client_start, upload_schemas
+from ..core.rounds import Outgoing, Replies, arrive, client_round, client_start, open_round, upload_schemas
 from ..core.seeds import generator
-from ..core.tensors import Tensors, nbytes, select, stack, under
+from ..core.tensors import Tensors, nbytes, select, stack
 from ..core.types import Method, Server, Task, Update
 from ..core.wire import Schema, schema, schema_size
 
@@ -162,37 +162,44 @@ class Simulator:
         """Put the memory back."""
         self._memory = {n: t.clone() for n, t in state.items()}
 
-    def _run(self, outgoing: Outgoing, some: list[int]) -> tuple[Update, Tensors]:
-        index = torch.tensor(some)
-        place = torch.tensor([outgoing.cohort.index(c) for c in some])
-        drawn = [self.batches.draw(self.task.rows(c, "train"), outgoing.seed, outgoing.round, c) for c in some]
-        probes = []
+    def _inputs(self, outgoing: Outgoing, some: list[int]) -> tuple[Tensor, Tensors, Tensors, Tensors]:
+        """Numbers, memory, personal tensors and probe of these clients of a cohort, each with a leading axis."""
+        index, place = torch.tensor(some), torch.tensor([outgoing.cohort.index(c) for c in some])
+        probe: Tensors = {}
         if any(p.probe for p in self.method.plugins):
-            probes = [self.batches.probe(self.task.rows(c, "train"), outgoing.seed, outgoing.round, c) for c in some]
+            rows = [self.batches.probe(self.task.rows(c, "train"), outgoing.seed, outgoing.round, c) for c in some]
+            probe = self.task.batch(torch.stack(rows))
+        return index, select(self._memory, index), select(outgoing.personal, place), probe
 
-        def one(client: Tensor, memory: Tensors, personal: Tensors, batches: Tensors, probe: Tensors, weight: Tensor):  # type: ignore[no-untyped-def]
+    def _map(self, one: Callable[..., Any], *columns: Tensor | Tensors | list[Tensors]) -> Any:
+        """``one`` of each client, all mapped together or one by one; a list of trees holds one of each client's own shape."""
+        if self.together:
+            return vmap(one)(*columns)
+        pick = lambda column, i: select(column, i) if isinstance(column, dict) else column[i]  # noqa: E731
+        rows = [one(*(pick(c, i) for c in columns)) for i in range(len(columns[0]))]
+        if isinstance(rows[0], dict):
+            return stack(rows)
+        return tuple(stack(list(c)) if isinstance(c[0], dict) else torch.stack(c) for c in zip(*rows, strict=True))
+
+    def _run(self, outgoing: Outgoing, some: list[int]) -> tuple[Update, Tensors]:
+        drawn = [self.batches.draw(self.task.rows(c, "train"), outgoing.seed, outgoing.round, c) for c in some]
+
+        def one(client: Tensor, memory: Tensors, personal: Tensors, probe: Tensors, batches: Tensors, weight: Tensor):  # type: ignore[no-untyped-def]
             inbox = outgoing.inbox(client, personal)
             update, memory = client_round(self.method, self.task, inbox, memory, batches, probe, weight)
             rank = {} if update.rank is None else {"rank": update.rank}
             return update.payload, update.weight, update.report, update.client, rank, memory
 
-        memory, personal = select(self._memory, index), select(outgoing.personal, place)
-        weight = self._examples[index].float()
+        batches: Tensors | list[Tensors]
+        if self.together:
+            rows = torch.full((len(some), max(len(d) for d in drawn), self.batches.size), -1, dtype=torch.long)
+            for i, d in enumerate(drawn):
+                rows[i, : len(d)] = d
+            batches = self.task.batch(rows)
+        else:
+            batches = [self.task.batch(d) for d in drawn]
         try:
-            if self.together:
-                steps = max(len(d) for d in drawn)
-                rows = torch.full((len(some), steps, self.batches.size), -1, dtype=torch.long)
-                for i, d in enumerate(drawn):
-                    rows[i, : len(d)] = d
-                probe = self.task.batch(torch.stack(probes)) if probes else {}
-                got = vmap(one)(index, memory, personal, self.task.batch(rows), probe, weight)
-            else:
-                singles = []
-                for i in range(len(some)):
-                    probe = self.task.batch(probes[i]) if probes else {}
-                    batches = self.task.batch(drawn[i])
-                    singles.append(one(index[i], select(memory, i), select(personal, i), batches, probe, weight[i]))
-                got = [stack(list(column)) if isinstance(column[0], dict) else torch.stack(column) for column in zip(*singles, strict=True)]
+            got = self._map(one, *self._inputs(outgoing, some), batches, self._examples[some].float())
         except Exception as error:
             raise ClientError(
                 f"round {outgoing.round}, clients {some[0]} to {some[-1]} ({len(some)}), method {self.method.name}: {type(error).__name__}: {error}"
@@ -219,10 +226,17 @@ class Simulator:
         return self.task.init(self.seed) | server.shared
 
     def personal_params(self, server: Server, client: int) -> Tensors:
-        """What one client holds: its own tensors, the server's latest, cut to its rank."""
-        own = self.memory(client)
-        params = self.task.init(self.seed) | under(own, "kept/") | server.shared
-        return self.task.trim(params, own["rank"]) if "rank" in own else params
+        """What one client holds: its own tensors, the server's latest, cut to its rank, and what its plug-ins make of them."""
+        return select(self.arrived(server, [client]), 0)
+
+    def arrived(self, server: Server, some: list[int]) -> Tensors:
+        """The models (K, ...) of these clients as they would begin the next round."""
+        outgoing = open_round(self.method, server, some)
+
+        def one(client: Tensor, memory: Tensors, personal: Tensors, probe: Tensors) -> Tensors:
+            return arrive(self.method, self.task, outgoing.inbox(client, personal), memory, probe).model
+
+        return self._map(one, *self._inputs(outgoing, some))
 
 
 def _join(parts: list[Update]) -> Update:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,41 @@ class WeightedMean(Aggregate):
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """Stateless."""
         return weighted_mean(update), state
+
+
+MASK = "mask."
+
+
+@dataclass(frozen=True)
+class MeanWherePresent(Aggregate):
+    """Entry by entry the mean over the clients that sent it: ``mask.<name>`` marks what is present of ``<name>``.
+
+    An entry that nobody sent does not change; one that all sent has the ordinary mean, bit for bit.  Names without a mask go to ``base``.
+    """
+
+    base: Aggregate = field(default_factory=WeightedMean)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", self.base.needs)
+
+    def init(self, shared: Tensors) -> Tensors:
+        """That of the base."""
+        return self.base.init(shared)
+
+    def publish(self, params: Tensors) -> Tensors:
+        """That of the base."""
+        return self.base.publish(params)
+
+    def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
+        """Masks themselves make no step."""
+        masks, shares = under(update.payload, MASK), update.shares
+        rest = {n: t for n, t in update.payload.items() if n not in masks and not n.startswith(MASK)}
+        step, state = self.base(replace(update, payload=rest), server, state)
+        for n, mask in masks.items():
+            t = update.payload[n] * mask
+            total, present = torch.tensordot(shares, t, dims=1), torch.tensordot(shares, mask.to(t.dtype), dims=1)
+            step[n] = torch.where(mask.all(0), total, torch.where(present > 0, total / present.clamp_min(1e-12), 0.0))
+        return step, state
 
 
 @dataclass(frozen=True)
@@ -63,7 +98,7 @@ class Routed(Aggregate):
         for i, (pattern, part) in enumerate(self.routes.items()):
             mine = {n: left.pop(n) for n in list(left) if matches(n, (pattern,))}
             if mine:
-                got, kept = part(Update(mine, update.weight, update.report, update.client, update.rank), server, under(state, f"{i}/"))
+                got, kept = part(replace(update, payload=mine), server, under(state, f"{i}/"))
                 step |= got
                 after |= prefixed(kept, f"{i}/")
         return step, after
@@ -72,7 +107,7 @@ class Routed(Aggregate):
 def _others(update: Update) -> Tensors:
     """The weighted mean of everything that is not a LoRA factor."""
     rest = {n: t for n, t in update.payload.items() if not n.endswith((A, B))}
-    return weighted_mean(Update(rest, update.weight, update.report, update.client, update.rank))
+    return weighted_mean(replace(update, payload=rest))
 
 
 def mean_product(update: Update, server: Server, layer: str) -> Tensor:
@@ -132,8 +167,8 @@ class IntoBase(Aggregate):
     """Add exact low-rank updates to a dense base delta that everybody holds; keep this round's factors for the downlink.
 
     ``residual`` False: the whole mean product goes into the base (FLoRA stacking, with `Restart` of the factors).  True: the factors
-    are averaged and only what averaging lost goes into the base (FedEx-LoRA).  ``scale`` is not applied here: base deltas are in units
-    of B A, like the factors.
+    are averaged and only what averaging lost goes into the base (FedEx-LoRA).  The adapter's scale is not applied: base deltas are in
+    units of B A, like the factors.
     """
 
     residual: bool = False
@@ -144,13 +179,17 @@ class IntoBase(Aggregate):
         """One dense delta (out, in) for each layer."""
         return {f"{n}.delta": params[n + B].new_zeros(params[n + B].shape[0], params[n + A].shape[1]) for n in layers(params)}
 
+    def factors(self, update: Update, server: Server, layer: str) -> tuple[Tensor, Tensor]:
+        """Each client's factors after local work: b (K, out, r), a (K, r, in)."""
+        return trained(update, server, layer)
+
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """State: the factors of the last step of each base delta, ``stack_b`` (out, m) and ``stack_a`` (m, in)."""
         step = _others(update)
         stacks: Tensors = {}
         averaged = weighted_mean(update) if self.residual else {}
         for layer in layers(update.payload):
-            b, a = lowrank.stacked(update.shares, *trained(update, server, layer))
+            b, a = lowrank.stacked(update.shares, *self.factors(update, server, layer))
             if update.rank is not None:  # what lies beyond a client's rank is zero and need not travel
                 used = (torch.arange(a.shape[0] // len(update.rank)) < update.rank[:, None]).flatten()
                 b, a = b[:, used], a[used]

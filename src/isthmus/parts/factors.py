@@ -9,6 +9,9 @@ from ..core.tensors import Tensors
 from ..core.types import Server, Update
 
 A, B = ".lora_a", ".lora_b"
+FACTORS = ("*" + A, "*" + B)
+DELTA = ".delta"  # what methods merged into the base
+BYPASS_A, BYPASS_B = ".bypass_a", ".bypass_b"  # frozen factors that a client adds for itself
 
 
 def layers(names: Tensors) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..core.types import Observer, Server, Update
 from .aggregate import mean_product, weighted_mean
@@ -17,8 +17,9 @@ class AggregationError(Observer):
 
     def __call__(self, update: Update, before: Server, after: Server) -> dict[str, float]:
         """Nothing where no factors travel."""
-        averaged, lost, whole = weighted_mean(update), 0.0, 0.0
-        for layer in layers(update.payload):
+        factors = {n: t for n, t in update.payload.items() if n.endswith((A, B))}
+        averaged, lost, whole = weighted_mean(replace(update, payload=factors)), 0.0, 0.0
+        for layer in layers(factors):
             if layer + A not in before.shared or layer + B not in before.shared:
                 continue
             product = mean_product(update, before, layer)
@@ -37,6 +38,7 @@ class UpdateNorm(Observer):
 
     def __call__(self, update: Update, before: Server, after: Server) -> dict[str, float]:
         """``dispersion`` = sum_k w_k ||d_k - mean||^2 / ||mean||^2."""
+        update = replace(update, payload={n: t for n, t in update.payload.items() if t.is_floating_point()})
         mean = weighted_mean(update)
         square = sum(float(m.square().sum()) for m in mean.values())
         spread = sum(float((update.shares * (t - mean[n]).reshape(len(t), -1).square().sum(1)).sum()) for n, t in update.payload.items())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..core.tensors import Tensors, nbytes
 from ..core.types import Send, Server
 from .apply import fresh
-from .factors import A, B
+from .factors import DELTA, A, B
 
 
 @dataclass(frozen=True)
@@ -24,26 +26,31 @@ class Stacks(Send):
 
     restart: bool = False
 
+    def travelling(self, server: Server, layer: str) -> Tensors:
+        """What of a layer's last step goes into a message."""
+        found = {f: server.state.get(f"aggregate/{layer}.{f}") for f in ("stack_b", "stack_a")}
+        return {f"{layer}.{f}": t for f, t in found.items() if t is not None}
+
+    def stack_a(self, message: Tensors, cache: Tensors, layer: str, round: int, seed: int) -> Tensor:
+        """The second factor (m, in) of a layer's last step, on the client."""
+        return message[f"{layer}.stack_a"]
+
     def message(self, server: Server, seen: int) -> Tensors:
         """Stacks for a client that holds everything but the last step."""
         out = super().message(server, seen)
         if self.restart:
             out = {n: t for n, t in out.items() if not n.endswith((A, B))}
-        for n in [n for n in out if n.endswith(".delta")]:
-            layer = n.removesuffix(".delta")
-            factors = {
-                f: server.state[f"aggregate/{layer}.{f}"] for f in ("stack_b", "stack_a") if f"aggregate/{layer}.{f}" in server.state
-            }
-            last = server.versions[n]
+        for n in [n for n in out if n.endswith(DELTA)]:
+            factors, last = self.travelling(server, n.removesuffix(DELTA)), server.versions[n]
             if factors and (seen >= last or (seen == -1 and last == 0)) and nbytes(factors) < nbytes({n: out[n]}):
                 del out[n]
-                out |= {f"{layer}.{f}": t for f, t in factors.items()}
+                out |= factors
         return out
 
     def receive(self, message: Tensors, cache: Tensors, round: int, seed: int) -> Tensors:
         """Adds the stacks to the cached base; regenerates restarted factors."""
-        shared = cache | {n: t for n, t in message.items() if not n.endswith((".stack_a", ".stack_b"))}
+        shared = cache | {n: t for n, t in message.items() if n in cache}
         for n in [n for n in message if n.endswith(".stack_b")]:
             layer = n.removesuffix(".stack_b")
-            shared[f"{layer}.delta"] = cache[f"{layer}.delta"] + message[n] @ message[f"{layer}.stack_a"]
+            shared[layer + DELTA] = cache[layer + DELTA] + message[n] @ self.stack_a(message, cache, layer, round, seed)
         return shared | (fresh(shared, seed, round) if self.restart and round else {})

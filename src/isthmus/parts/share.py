@@ -59,16 +59,36 @@ class Directed:
 
 
 @dataclass(frozen=True)
-class Except:
-    """Another choice without some patterns, which become private for good."""
+class Held:
+    """Another choice, of which some patterns never leave though the server holds them too: it can make them itself."""
 
     base: Share
     patterns: tuple[str, ...]
 
     def scope(self, names: Sequence[str]) -> list[str]:
-        """The base's scope without the patterns."""
-        return [n for n in self.base.scope(names) if not matches(n, self.patterns)]
+        """That of the base."""
+        return self.base.scope(names)
 
     def __call__(self, names: Sequence[str], inbox: Inbox) -> list[str]:
         """The base's choice without the patterns."""
         return [n for n in self.base(names, inbox) if not matches(n, self.patterns)]
+
+
+@dataclass(frozen=True)
+class Except:
+    """Another choice without some patterns, which become private for good, save those that match ``but``."""
+
+    base: Share
+    patterns: tuple[str, ...]
+    but: tuple[str, ...] = ()
+
+    def _without(self, names: Sequence[str]) -> list[str]:
+        return [n for n in names if not matches(n, self.patterns) or matches(n, self.but)]
+
+    def scope(self, names: Sequence[str]) -> list[str]:
+        """The base's scope without the patterns."""
+        return self._without(self.base.scope(names))
+
+    def __call__(self, names: Sequence[str], inbox: Inbox) -> list[str]:
+        """The base's choice without the patterns."""
+        return self._without(self.base(names, inbox))

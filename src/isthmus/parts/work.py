@@ -38,7 +38,7 @@ class LocalTraining(Work):
         if self.lr <= 0:
             raise ValueError(f"train.lr = {self.lr!r}: must be above 0")
 
-    def __call__(self, params: Tensors, loss: Loss, batches: Tensors, inbox: Inbox, rate: Tensor | float) -> Trained:
+    def __call__(self, params: Tensors, loss: Loss, batches: Tensors, inbox: Inbox, rates: Tensors) -> Trained:
         """Batches are (steps, B, ...) with ``valid`` (steps, B)."""
         names = self.trains(list(params), inbox)
         fixed = {n: t for n, t in params.items() if n not in names}
@@ -49,6 +49,10 @@ class LocalTraining(Work):
 
         flat = torch.cat([params[n].reshape(-1) for n in names])
         step = grad_and_value(lambda vector, batch: loss({**fixed, **split(vector)}, batch))
+        lr: Tensor | float = self.lr
+        if rates:
+            one = torch.ones(())
+            lr = self.lr * torch.cat([rates.get(n, one).expand(size) for n, size in zip(names, sizes, strict=True)])
         state, update = self._optimiser(flat)
         real = batches["valid"].any(1).to(flat.dtype)  # (steps,), 0 for padding
         total, losses = torch.zeros_like(flat), torch.zeros(())
@@ -56,7 +60,7 @@ class LocalTraining(Work):
             gradient, value = step(flat, {n: t[i] for n, t in batches.items()})
             if self.clip is not None:
                 gradient = gradient * torch.clamp(self.clip / (gradient.norm() + 1e-12), max=1.0)
-            flat, state = update(flat, gradient, state, i + 1, self.lr * rate * real[i])
+            flat, state = update(flat, gradient, state, i + 1, lr * real[i])
             total, losses = torch.addcmul(total, gradient, real[i]), losses + value.detach() * real[i]
         taken = real.sum().clamp_min(1)
         return Trained(fixed | split(flat), {"loss": losses / taken, "steps": taken}, split(total / taken))
@@ -94,6 +98,6 @@ class LocalTraining(Work):
 class NoTraining(Work):
     """Gives back what it received: measures what the platform itself costs."""
 
-    def __call__(self, params: Tensors, loss: Loss, batches: Tensors, inbox: Inbox, rate: Tensor | float) -> Trained:
+    def __call__(self, params: Tensors, loss: Loss, batches: Tensors, inbox: Inbox, rates: Tensors) -> Trained:
         """Nothing is trained; the report says so."""
         return Trained(params, {"loss": torch.zeros(()), "steps": torch.zeros(())}, {})
