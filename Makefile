@@ -10,7 +10,7 @@ demo: .venv/newsroom ## install what is missing, run the main job (about two min
 	$(BIN)/isthmus run newsroom
 
 test: .venv/dev ## install what is missing, pass the tests
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 lint: .venv/dev ## style, types, and that the documentation builds without a warning
 	$(BIN)/ruff check .

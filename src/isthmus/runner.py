@@ -26,6 +26,7 @@ from .core.types import Method, Server
 from .engines.evaluate import Evaluation, evaluate
 from .engines.simulator import Faults, Simulator
 from .federated.fedavg import plain
+from .parts.factors import roles_of
 from .parts.work import LocalTraining
 from .tasks.build import make_task
 
@@ -98,7 +99,8 @@ def make_engine(recipe: Recipe, method: Method, task: Any) -> Simulator:
 
 
 def _evaluation(found: Evaluation) -> dict[str, Any]:
-    return {"global": found.overall, "personal": found.personal, "clients": found.clients}
+    out = {"global": found.overall, "personal": found.personal, "clients": found.clients}
+    return out | ({"tuned": found.tuned} if found.tuned else {}) | ({"roles": found.roles} if found.roles else {})
 
 
 def _freeze(server: Server) -> dict[str, Any]:
@@ -150,7 +152,8 @@ def train(recipe: Recipe, task: Any, folder: Path, name: str, callbacks: Sequenc
         started = time.perf_counter()
         server, record = server_round(method, task, server, engine)
         last = server.round == recipe.rounds
-        found_now = evaluate(engine, server, everywhere=last) if last or server.round % recipe.evaluate.every == 0 else None
+        due = last or server.round % recipe.evaluate.every == 0
+        found_now = evaluate(engine, server, last, recipe.evaluate.tuned, roles_of if recipe.evaluate.products else None) if due else None
         tensors = prefixed(server.shared, "shared/") | prefixed(server.state, "state/") | prefixed(engine.state(), "memory/")
         row = ledger.append(record, _evaluation(found_now) if found_now else {}, time.perf_counter() - started)
         checkpoint.save(checkpoints, server.round, tensors, _freeze(server))
@@ -211,6 +214,7 @@ def run(
                 continue
             other = recipe.updated(
                 {"method.kind": name, "channels": [], "participation": 1.0, "engine.dropout": 0.0, "evaluate.every": recipe.rounds}
+                | {"evaluate.tuned": False, "evaluate.products": False}
             )
             references[name] = train(other, task, folder / "reference" / name, name, callbacks, resume)
     document = summary(recipe, folder, line, references) | {"seconds": round(time.perf_counter() - started, 2)}
@@ -257,6 +261,8 @@ def summary(recipe: Recipe, folder: Path, line: Line, references: dict[str, Line
         "loss_personal": metric(line, "personal", "loss"),
         "loss_local_only": metric(local, "personal", "loss"),
         "loss_pooled": metric(pooled, "global", "loss"),
+        "accuracy_tuned": metric(line, "tuned", "accuracy"),
+        "loss_tuned": metric(line, "tuned", "loss"),
         "bytes_up": total(line.rows, "up"),
         "bytes_down": total(line.rows, "down"),
         "payload_bytes_up": total(line.rows, "up", wire=False),

@@ -61,7 +61,7 @@ def test_progress_says_accuracy_bytes_seconds_and_time_left(finished):
     live.end("fedavg")
     live.close()
     shown = console.export_text()
-    for part in ("fedavg", "2/3", "% global", "% personal", "kB", " s ", "left"):
+    for part in ("fedavg", "2/3", "global ", "personal ", "%", "kB", " s ", "left"):
         assert part in shown
 
 

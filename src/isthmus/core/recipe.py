@@ -124,6 +124,8 @@ class Evaluate(Section):
 
     every: int = Field(1, ge=1, description="rounds")
     references: bool = Field(True, description="also run local-only and pooled data")
+    tuned: bool = Field(False, description="also score clients after a further round of local work")
+    products: bool = Field(False, description="also change and dispersion of each role's update")
 
 
 class Compare(Section):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from ..core.tensors import Tensors, matches, under
 from ..core.types import Server
 from .simulator import Simulator
 
+Analyse = Callable[[Tensors, Tensors], dict[str, dict[str, float]]]
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -20,6 +23,8 @@ class Evaluation:
     overall: dict[str, float]  # the aggregated model, every test row
     personal: dict[str, float]  # mean over clients of their own
     clients: dict[str, list[float]]  # each client with what it keeps, on its own test rows
+    tuned: dict[str, float] = field(default_factory=dict)  # mean over clients of their own after a round of local work
+    roles: dict[str, dict[str, float]] = field(default_factory=dict)  # what was analysed, by role of an adapter's site
 
 
 def _mean(scores: Tensors, rows: Tensor | slice = slice(None)) -> dict[str, float]:
@@ -28,8 +33,11 @@ def _mean(scores: Tensors, rows: Tensor | slice = slice(None)) -> dict[str, floa
     return {n: float((t[rows] * weight).sum() / total) for n, t in scores.items() if n != "weight"}
 
 
-def evaluate(engine: Simulator, server: Server, everywhere: bool = True) -> Evaluation:
+def evaluate(engine: Simulator, server: Server, everywhere: bool = True, tuned: bool = False, analyse: Analyse | None = None) -> Evaluation:
     """Score a federation.
+
+    ``tuned``: also the clients' models after the local work of the next round.  ``analyse``: what to say of all clients' models (K, ...)
+    before and after that work.
 
     Clients whose model is the same share one pass.  Where nothing is shared (local-only), the overall metric is the mean over clients
     of each one's model on everybody's rows: as many passes as clients, made only when ``everywhere``.
@@ -45,7 +53,13 @@ def evaluate(engine: Simulator, server: Server, everywhere: bool = True) -> Eval
     each = [_mean(personal, owner == c) for c in range(task.clients)]
     by_name = {n: [m[n] for m in each] for n in each[0]}
     mean = {n: sum(v) / len(v) for n, v in by_name.items()}
-    return Evaluation(_overall(engine, server, rows, owner, shared, personal, everywhere), mean, by_name)
+    found = Evaluation(_overall(engine, server, rows, owner, shared, personal, everywhere), mean, by_name)
+    if not tuned and analyse is None:
+        return found
+    after = client_models(engine, server, tuned=True)
+    mine = [_mean(task.score(after, rows, owner), owner == c) for c in range(task.clients)] if tuned else []
+    roles = analyse(client_models(engine, server), after) if analyse else {}
+    return replace(found, tuned={n: sum(m[n] for m in mine) / len(mine) for n in mine[0]} if mine else {}, roles=roles)
 
 
 def personal_stack(engine: Simulator, server: Server) -> Tensors:
@@ -53,8 +67,14 @@ def personal_stack(engine: Simulator, server: Server) -> Tensors:
     state = engine.state()
     if "rank" not in state and not engine.method.personal:
         return engine.global_params(server) | under(state, "kept/")
-    models = [engine.arrived(server, list(range(i, min(i + 64, engine.task.clients)))) for i in range(0, engine.task.clients, 64)]
-    return {n: torch.cat([m[n] for m in models]) for n in models[0]}
+    return client_models(engine, server)
+
+
+def client_models(engine: Simulator, server: Server, tuned: bool = False) -> Tensors:
+    """All clients' models (clients, ...), see `Simulator.models`, in chunks."""
+    clients = range(engine.task.clients)
+    parts = [engine.models(server, list(clients[i : i + 64]), tuned) for i in range(0, len(clients), 64)]
+    return {n: torch.cat([m[n] for m in parts]) for n in parts[0]}
 
 
 def _overall(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..core.batches import Batches
-from ..core.rounds import Outgoing, Replies, arrive, client_round, client_start, open_round, upload_schemas
+from ..core.rounds import Outgoing, Replies, arrive, client_round, client_start, learn, open_round, upload_schemas
 from ..core.seeds import generator
 from ..core.tensors import Tensors, nbytes, select, stack
 from ..core.types import Method, Server, Task, Update
@@ -171,6 +171,16 @@ class Simulator:
             probe = self.task.batch(torch.stack(rows))
         return index, select(self._memory, index), select(outgoing.personal, place), probe
 
+    def _batches(self, outgoing: Outgoing, some: list[int]) -> Tensors | list[Tensors]:
+        """Steps of each client: padded to one stack where they run together, else of each one's own length."""
+        drawn = [self.batches.draw(self.task.rows(c, "train"), outgoing.seed, outgoing.round, c) for c in some]
+        if not self.together:
+            return [self.task.batch(d) for d in drawn]
+        rows = torch.full((len(some), max(len(d) for d in drawn), self.batches.size), -1, dtype=torch.long)
+        for i, d in enumerate(drawn):
+            rows[i, : len(d)] = d
+        return self.task.batch(rows)
+
     def _map(self, one: Callable[..., Any], *columns: Tensor | Tensors | list[Tensors]) -> Any:
         """``one`` of each client, all mapped together or one by one; a list of trees holds one of each client's own shape."""
         if self.together:
@@ -182,24 +192,14 @@ class Simulator:
         return tuple(stack(list(c)) if isinstance(c[0], dict) else torch.stack(c) for c in zip(*rows, strict=True))
 
     def _run(self, outgoing: Outgoing, some: list[int]) -> tuple[Update, Tensors]:
-        drawn = [self.batches.draw(self.task.rows(c, "train"), outgoing.seed, outgoing.round, c) for c in some]
-
         def one(client: Tensor, memory: Tensors, personal: Tensors, probe: Tensors, batches: Tensors, weight: Tensor):  # type: ignore[no-untyped-def]
             inbox = outgoing.inbox(client, personal)
             update, memory = client_round(self.method, self.task, inbox, memory, batches, probe, weight)
             rank = {} if update.rank is None else {"rank": update.rank}
             return update.payload, update.weight, update.report, update.client, rank, memory
 
-        batches: Tensors | list[Tensors]
-        if self.together:
-            rows = torch.full((len(some), max(len(d) for d in drawn), self.batches.size), -1, dtype=torch.long)
-            for i, d in enumerate(drawn):
-                rows[i, : len(d)] = d
-            batches = self.task.batch(rows)
-        else:
-            batches = [self.task.batch(d) for d in drawn]
         try:
-            got = self._map(one, *self._inputs(outgoing, some), batches, self._examples[some].float())
+            got = self._map(one, *self._inputs(outgoing, some), self._batches(outgoing, some), self._examples[some].float())
         except Exception as error:
             raise ClientError(
                 f"round {outgoing.round}, clients {some[0]} to {some[-1]} ({len(some)}), method {self.method.name}: {type(error).__name__}: {error}"
@@ -227,16 +227,21 @@ class Simulator:
 
     def personal_params(self, server: Server, client: int) -> Tensors:
         """What one client holds: its own tensors, the server's latest, cut to its rank, and what its plug-ins make of them."""
-        return select(self.arrived(server, [client]), 0)
+        return select(self.models(server, [client]), 0)
 
-    def arrived(self, server: Server, some: list[int]) -> Tensors:
-        """The models (K, ...) of these clients as they would begin the next round."""
+    def models(self, server: Server, some: list[int], tuned: bool = False) -> Tensors:
+        """The models (K, ...) of these clients as they would begin the next round, or, ``tuned``, as its local work would leave them.
+
+        Nothing that they remember changes.
+        """
         outgoing = open_round(self.method, server, some)
 
-        def one(client: Tensor, memory: Tensors, personal: Tensors, probe: Tensors) -> Tensors:
-            return arrive(self.method, self.task, outgoing.inbox(client, personal), memory, probe).model
+        def one(client: Tensor, memory: Tensors, personal: Tensors, probe: Tensors, batches: Tensors) -> Tensors:
+            at = arrive(self.method, self.task, outgoing.inbox(client, personal), memory, probe)
+            return {**at.constants, **learn(self.method, at, batches).params} if tuned else at.model
 
-        return self._map(one, *self._inputs(outgoing, some))
+        batches = self._batches(outgoing, some) if tuned else [{} for _ in some]
+        return self._map(one, *self._inputs(outgoing, some), {} if self.together and not tuned else batches)
 
 
 def _join(parts: list[Update]) -> Update:

@@ -44,3 +44,20 @@ def trained(update: Update, server: Server, layer: str) -> tuple[Tensor, Tensor]
         start = within_rank(server.shared[name].expand(k, *server.shared[name].shape), update.rank, name)
         out.append(start + update.payload[name] if name in update.payload else start)
     return out[0], out[1]
+
+
+def roles_of(before: Tensors, after: Tensors) -> dict[str, dict[str, float]]:
+    """Of the clients' models (K, ...), for the update P = B A of each role, over all layers.
+
+    ``change``: ||P_after - P_before|| / ||P_after||; ``dispersion``: mean_k ||P_k - mean||^2 / ||mean||^2 of P_after.
+    """
+    sums: dict[str, Tensor] = {}
+    for n in layers(after):
+        if n + A in after and n + B in after:
+            p, q = after[n + B] @ after[n + A], before[n + B] @ before[n + A]
+            mean = p.mean(0)
+            now = torch.stack([(p - q).square().sum(), p.square().sum(), (p - mean).square().sum() / len(p), mean.square().sum()])
+            role = n.rpartition(".")[2]
+            sums[role] = sums.get(role, torch.zeros(4)) + now
+    ratio = lambda x, y: float(x / y.clamp_min(1e-30))  # noqa: E731
+    return {role: {"change": ratio(s[0], s[1]) ** 0.5, "dispersion": ratio(s[2], s[3])} for role, s in sums.items()}

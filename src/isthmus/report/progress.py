@@ -34,7 +34,7 @@ class LiveProgress(Callback):
         self.console = console or Console(file=sys.stderr)
         self.progress = Progress(
             TextColumn("{task.description:<10}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=10),
             TextColumn("{task.completed:>3.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[said]}"),
             console=self.console,
@@ -57,10 +57,9 @@ class LiveProgress(Callback):
         done, elapsed = row["round"] + 1, time.perf_counter() - began
         left = elapsed / (done - start) * ((self.progress.tasks[self.bars[line]].total or 0) - done)
         scores = row["evaluation"]
-        said = [f"{row['metrics'].get('loss', float('nan')):.3f} loss"] if "loss" in row["metrics"] else []
-        for which in ("global", "personal"):
-            if scores.get(which):
-                said.append(f"{100 * scores[which]['accuracy']:.1f} % {which}")
+        said = [f"{which} {100 * scores[which]['accuracy']:.1f} %" for which in ("global", "personal") if scores.get(which)]
+        if not said and "loss" in row["metrics"]:
+            said = [f"loss {row['metrics']['loss']:.3f}"]
         said += [size(self.spent[line]), f"{row['seconds']:.1f} s", f"{duration(left)} left"]
         if row["missing"]:
             said.append(f"{len(row['missing'])} missing")
