@@ -75,7 +75,7 @@ def test_compare_prints_means_and_spreads_and_keeps_what_is_finished(recipe, tmp
     assert fedavg["accuracy_pooled"] == rows[3]["accuracy_global"]
     assert rows[2]["bytes_up"] > 1.9 * fedavg["bytes_up"]
     assert rows[0]["bytes_up"] == 0
-    assert (tmp_path / "c" / "compare.html").read_text().count("<svg") == 1
+    assert (tmp_path / "c" / "compare.html").read_text().count("<svg") == 3
     stamp = (tmp_path / "c" / "fedavg-seed0" / "result.json").stat().st_mtime_ns
     shown = call("compare", recipe, "--out", tmp_path / "c", "--methods", "fedavg,fedprox", "--quiet").stdout
     assert "±" in shown

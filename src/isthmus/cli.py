@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from .core.recipe import Recipe
 
 app = typer.Typer(
     name="isthmus",
@@ -111,20 +114,25 @@ def run(
 
 @app.command()
 def compare(
-    recipe: Annotated[str, typer.Argument(help="A packaged recipe or a .toml file.")],
+    recipe: Annotated[str | None, typer.Argument(help="A packaged recipe or a .toml file.")] = None,
     methods: Annotated[
         str | None, typer.Option(help="Comma-separated, e.g. fedavg,ffa_lora+fedprox. Default: those of the recipe.")
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Comma-separated numbers. Default: those of the recipe.")] = None,
     set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the comparison; what is finished in it is kept.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every packaged recipe that has a table of methods, one after the other.")] = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Set several methods side by side over several seeds: table, plot, JSON."""
     with _clear_errors():
-        from .core.recipe import RecipeError, load
+        import tomllib
 
+        from .core.recipe import RecipeError, load, packaged
+
+        if (recipe is None) != every:
+            raise RecipeError("name a recipe, or --all for every packaged recipe that has a table of methods")
         changes = list(set_ or ())
         if methods:
             changes.append(f"compare.methods={json.dumps([m.strip() for m in methods.split(',')])}")
@@ -132,51 +140,70 @@ def compare(
             if not all(s.strip().isdigit() for s in seeds.split(",")):
                 raise RecipeError(f"--seeds {seeds!r}: expected numbers separated by commas")
             changes.append(f"compare.seeds={json.dumps([int(s) for s in seeds.split(',')])}")
-        chosen, root = load(recipe, changes)
-        from .comparison import compare as compare_methods
-        from .comparison import plus_minus
-        from .core.checkpoint import write_atomic
-        from .report import html, plots
-        from .report.progress import LiveProgress, size
-
-        folder = out or Path("runs") / f"{chosen.name}-compare"
-        live: list[LiveProgress] = []
-
-        def callbacks(method: str, seed: int) -> list[LiveProgress]:
-            if quiet or json_:
-                return []
-            for shown in live:
-                shown.close()
-            live[:] = [LiveProgress()]
-            live[0].console.print(f"[bold]{method}[/bold], seed {seed}")
-            return live
-
-        try:
-            rows = compare_methods(chosen, folder, root, callbacks)
-        finally:
-            for shown in live:
-                shown.close()
-        head = ["method", "global", "personal", "bytes up", "bytes down", "bytes to target", "seconds"]
-        table = [
-            [
-                r["method"],
-                plus_minus(r, "accuracy_global"),
-                plus_minus(r, "accuracy_personal"),
-                size(r["bytes_up"]),
-                size(r["bytes_down"]),
-                "–" if r["bytes_to_target"] is None else size(r["bytes_to_target"]),
-                f"{r['seconds']:.0f}",
-            ]
-            for r in rows
-        ]
-        body = f"<h1>{chosen.name}</h1><p class=quiet>seeds {', '.join(map(str, chosen.compare.seeds))}; mean ± standard deviation</p>"
-        body += html.table(head, table) + html.figures([("Accuracy over seeds.", plots.compare(rows))])
-        write_atomic(folder / "compare.html", html.page(f"Isthmus: {chosen.name}", body).encode())
+        names = [n for n, path in packaged().items() if "compare" in tomllib.loads(path.read_text("utf-8"))] if recipe is None else [recipe]
+        found = {}
+        for name in names:
+            chosen, root = load(name, changes)
+            folder = (out / name if every else out) if out else Path("runs") / f"{chosen.name}-compare"
+            found[name] = _compare(chosen, root, folder, quiet or json_)
+            if not json_:
+                typer.echo(f"{chosen.description}\n" if every else "", nl=False)
+                _print_table(*_comparison_table(found[name]))
+                typer.echo(f"\nreport   {folder / 'compare.html'}\ndata     {folder / 'compare.json'}")
         if json_:
-            _print_json(rows)
-            return
-        _print_table(head, table)
-        typer.echo(f"\nreport   {folder / 'compare.html'}\ndata     {folder / 'compare.json'}")
+            _print_json(found if every else found[names[0]])
+
+
+def _compare(chosen: Recipe, root: Path, folder: Path, quiet: bool) -> list[dict[str, Any]]:
+    """Run what is missing of a comparison, and write its page."""
+    from .comparison import compare as compare_methods
+    from .core.checkpoint import write_atomic
+    from .report import html, plots
+    from .report.progress import LiveProgress
+
+    live: list[LiveProgress] = []
+
+    def callbacks(method: str, seed: int) -> list[LiveProgress]:
+        if quiet:
+            return []
+        for shown in live:
+            shown.close()
+        live[:] = [LiveProgress()]
+        live[0].console.print(f"[bold]{method}[/bold], seed {seed}")
+        return live
+
+    try:
+        rows = compare_methods(chosen, folder, root, callbacks)
+    finally:
+        for shown in live:
+            shown.close()
+    body = f"<h1>{chosen.name}</h1><p class=quiet>seeds {', '.join(map(str, chosen.compare.seeds))}; mean ± standard deviation</p>"
+    body += html.table(*_comparison_table(rows)) + html.figures([
+        ("Accuracy over seeds.", plots.compare(rows)),
+        ("Accuracy of the aggregated model by round.", plots.curves(rows, "accuracy_global", "accuracy (global)")),
+        ("Accuracy of the clients' own models against what travelled.", plots.curves(rows, "accuracy_personal", "accuracy (personal)", "bytes")),
+    ])  # fmt: skip
+    write_atomic(folder / "compare.html", html.page(f"Isthmus: {chosen.name}", body).encode())
+    return rows
+
+
+def _comparison_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    from .comparison import plus_minus
+    from .report.progress import size
+
+    head = ["method", "global", "personal", "bytes up", "bytes down", "to target", "to personal", "seconds"]
+    return head, [
+        [
+            r["method"],
+            plus_minus(r, "accuracy_global"),
+            plus_minus(r, "accuracy_personal"),
+            size(r["bytes_up"]),
+            size(r["bytes_down"]),
+            *("–" if r[f"bytes_to_{t}"] is None else size(r[f"bytes_to_{t}"]) for t in ("target", "personal")),
+            f"{r['seconds']:.0f}",
+        ]
+        for r in rows
+    ]
 
 
 @app.command()
@@ -289,12 +316,12 @@ def _print_table(head: list[str], rows: list[list[str]], justify: Literal["left"
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for i, name in enumerate(head):
         table.add_column(name, justify="left" if i == 0 else justify)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .core.checkpoint import write_atomic
-from .core.recipe import Recipe
+from .core.recipe import Recipe, RecipeError, parse
 from .runner import Callback, bytes_to, run
 from .tasks.build import make_task
 
@@ -72,8 +72,8 @@ def compare(
 def _same(target: Path, recipe: Recipe) -> bool:
     """Whether what lies in ``target`` was made by exactly this recipe."""
     try:
-        return tomllib.loads((target / "recipe.toml").read_text(encoding="utf-8")) == recipe.table()
-    except (OSError, tomllib.TOMLDecodeError):
+        return parse(tomllib.loads((target / "recipe.toml").read_text(encoding="utf-8"))).table() == recipe.table()
+    except (OSError, tomllib.TOMLDecodeError, RecipeError):
         return False
 
 

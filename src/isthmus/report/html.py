@@ -132,6 +132,8 @@ def write(folder: Path) -> Path:
                     plots.metric(ours, "aggregation_error", "aggregation error"),
                 ),
                 ("Dispersion of the clients’ updates around their mean.", plots.metric(ours, "dispersion", "dispersion")),
+                ("How much a round of local work changes each role’s update, relative.", plots.roles(ours, "change", "change")),
+                ("How far the clients’ updates of each role are apart after it.", plots.roles(ours, "dispersion", "dispersion")),
             ]
         )  # fmt: skip
     )

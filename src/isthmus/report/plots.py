@@ -136,6 +136,42 @@ def compare(rows: list[dict[str, Any]]) -> str:
     return out[0]
 
 
+def curves(rows: list[dict[str, Any]], name: str, label: str, over: str = "round") -> str | None:
+    """A number of every method of a comparison, mean over seeds, by "round" or against the "bytes" spent; None where there is none."""
+    shown = [(r["method"], [p for p in r["curve"] if name in p and (over == "round" or p["bytes"])]) for r in rows]
+    if not any(points for _, points in shown):
+        return None
+    with figure(height=4.2) as (axes, out):
+        for i, (method, points) in enumerate((m, p) for m, p in shown if p):
+            style: dict[str, Any] = {"linestyle": "-" if i < len(COLOURS) else "--", "marker": "o", "markersize": 3}
+            x = [p[over] / (1e6 if over == "bytes" else 1) for p in points]
+            axes.plot(x, [p[name] for p in points], color=COLOURS[i % len(COLOURS)], label=method, **style)
+        axes.set(xlabel="round" if over == "round" else "MB on the wire, all clients, up and down", ylabel=label)
+        if over == "bytes":
+            axes.set_xscale("log")
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(fontsize=7, ncols=2)
+    return out[0]
+
+
+def roles(points: list[dict[str, Any]], name: str, label: str) -> str | None:
+    """``change`` or ``dispersion`` of the update of each role by round, from ledger rows; None where no round has it."""
+    found = {role for r in points for role in (r["evaluation"] or {}).get("roles", {})}
+    if not found:
+        return None
+    with figure(height=2.8) as (axes, out):
+        for i, role in enumerate(sorted(found)):
+            some = [
+                (r["round"] + 1, r["evaluation"]["roles"][role][name]) for r in points if role in (r["evaluation"] or {}).get("roles", {})
+            ]
+            axes.plot([p[0] for p in some], [p[1] for p in some], color=COLOURS[i], marker="o", markersize=3, label=role)
+        axes.set(xlabel="round", ylabel=label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(fontsize=8)
+    return out[0]
+
+
 def metric(rows: list[dict[str, Any]], name: str, label: str) -> str | None:
     """A training metric of the ledger by round, or None where no round has it."""
     points = [(r["round"] + 1, r["metrics"][name]) for r in rows if name in r["metrics"]]
