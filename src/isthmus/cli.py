@@ -222,17 +222,19 @@ def report(run: RunFolder) -> None:
 @app.command()
 def export(
     run: RunFolder,
-    out: Annotated[Path | None, typer.Option(help="Where to. Default: RUN/adapter or RUN/adapter-client-N.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to. Default: RUN/adapter, RUN/adapter-client-N, RUN/model.")] = None,
     client: Annotated[int | None, typer.Option(min=0, help="One client's own model instead of the aggregated one.")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="The whole model with the update in its weights, for transformers.")] = False,
 ) -> None:
-    """Write the adapter of a run in peft's format."""
+    """Write the adapter of a run in peft's format, or the adapted model itself."""
     with _clear_errors():
         from .runner import export_adapter, reopen
 
         result = reopen(run)
         if client is not None and client >= result.task.clients:
             raise ValueError(f"--client {client}: the run has clients 0 to {result.task.clients - 1}")
-        typer.echo(export_adapter(result, out or run / ("adapter" if client is None else f"adapter-client-{client}"), client))
+        name = ("model" if merge else "adapter") + ("" if client is None else f"-client-{client}")
+        typer.echo(export_adapter(result, out or run / name, client, merge))
 
 
 @app.command("list")

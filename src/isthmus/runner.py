@@ -283,11 +283,12 @@ def about(recipe: Recipe, task: Any) -> dict[str, Any]:
     }
 
 
-def export_adapter(result: Result, folder: Path, client: int | None = None) -> Path:
-    """The aggregated model's adapter, or one client's, in peft's format."""
+def export_adapter(result: Result, folder: Path, client: int | None = None, merge: bool = False) -> Path:
+    """The aggregated model's adapter, or one client's, in peft's format; or, with ``merge``, the whole model with the update in it."""
     engine, server = result.line.engine, result.line.server
     params = engine.global_params(server) if client is None else engine.personal_params(server, client)
-    return export.save(folder, result.task.host, params, about(result.recipe, result.task))
+    write = export.merge if merge else export.save
+    return write(folder, result.task.host, params, about(result.recipe, result.task))
 
 
 def reopen(folder: Path) -> Result:

@@ -11,6 +11,7 @@ from peft import PeftModel
 from isthmus.adapters import export
 from isthmus.adapters.bias import Biases
 from isthmus.adapters.export import ExportError, SequenceClassifier
+from isthmus.adapters.families import FamilyError
 from isthmus.adapters.host import Host
 from isthmus.adapters.lora import Lora
 from isthmus.adapters.rows import Rows
@@ -82,3 +83,67 @@ def test_what_peft_cannot_hold_and_what_is_no_export_are_clear(tmp_path):
         export.save(tmp_path, host, host.init(0), ABOUT)
     with pytest.raises(ExportError, match="is not an adapter that Isthmus exported"):
         export.about(Path(tmp_path))
+
+
+def bert_for(monkeypatch):
+    """What a recipe's model.path loads, without a package."""
+
+    class Tokenizer:
+        def save_pretrained(self, folder):
+            return None
+
+    from isthmus.tasks import build
+
+    def load_pretrained(path, causal):
+        where = Path(path)
+        return (tf.AutoModel.from_pretrained(where) if (where / "config.json").exists() else tiny_bert()).eval(), Tokenizer()
+
+    monkeypatch.setattr(build, "load_pretrained", load_pretrained)
+
+
+@pytest.mark.parametrize("kind", ["lora", "bias"])
+def test_a_merged_model_is_the_base_with_other_numbers_and_nothing_more(tmp_path, monkeypatch, kind):
+    bert_for(monkeypatch)
+    task = tiny_text_task(adapters=[Biases() if kind == "bias" else Lora(4)])
+    params = disturbed(task.init(0))
+    export.merge(tmp_path, task.host, params, ABOUT)
+    merged, _, what = export.load(tmp_path)
+    ids, mask = inputs()
+    with torch.no_grad():
+        got = merged(input_ids=ids, attention_mask=mask)
+    torch.testing.assert_close(got, logits(task, params, ids, mask), rtol=1e-4, atol=1e-6 if kind == "bias" else 1e-5)
+    base, now = tiny_bert().state_dict(), merged.encoder.state_dict()
+    assert {n: t.shape for n, t in now.items()} == {n: t.shape for n, t in base.items()}  # the same parameters, so the same work
+    changed = {n for n in base if not torch.equal(base[n], now[n])}
+    inside = (".intermediate.dense.bias", ".output.dense.bias") if kind == "bias" else (".query.weight", ".value.weight")
+    assert changed
+    assert all(n.endswith(inside) and "attention.output" not in n for n in changed)
+    assert what["merged"]
+
+
+def test_a_model_without_biases_says_how_to_have_them(tmp_path, monkeypatch):
+    from isthmus.tasks import build
+
+    with pytest.raises(FamilyError, match=r"add_bias = true"):
+        Host(model("llama"), [Biases()]).init(0)
+    host = Host(model("llama"), [Biases(add_bias=True)])
+    assert all(float(t.abs().max()) == 0 for t in host.init(0).values())
+    monkeypatch.setattr(build, "load_pretrained", lambda path, causal: (model("llama"), None))
+    with pytest.raises(ExportError, match="no bias to merge into"):
+        export.merge(tmp_path, host, host.init(0), ABOUT)
+
+
+def test_a_clients_bypass_is_in_its_adapter(tmp_path):
+    task = tiny_text_task()
+    params = disturbed(task.init(0))
+    g = torch.Generator().manual_seed(6)
+    for s, _ in task.host.sites:
+        params |= {
+            f"{s.name}.bypass_b": torch.randn(s.out_features, 2, generator=g),
+            f"{s.name}.bypass_a": torch.randn(2, s.in_features, generator=g),
+        }
+    export.save(tmp_path, task.host, params, ABOUT)
+    loaded = PeftModel.from_pretrained(SequenceClassifier(tiny_bert().eval(), 3, "mean"), str(tmp_path)).eval()
+    ids, mask = inputs()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=ids, attention_mask=mask), logits(task, params, ids, mask), rtol=1e-4, atol=1e-5)

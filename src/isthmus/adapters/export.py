@@ -21,7 +21,7 @@ from .families import Site
 from .host import Host
 from .lora import Lora
 
-_FILE = "isthmus.json"
+_FILE, _HEAD = "isthmus.json", "head.safetensors"
 
 
 class ExportError(ValueError):
@@ -50,7 +50,7 @@ class SequenceClassifier(nn.Module):
 
 
 def _module_factors(here: list[tuple[Site, Lora]], params: Tensors, out_features: int) -> tuple[Tensor, Tensor]:
-    """One (A, B) for a module, in units of B A: its sites' factors side by side, a merged base by its SVD."""
+    """One (A, B) for a module, in units of B A: its sites' factors and bypasses side by side, a merged base by its SVD."""
     rows_a, columns_b = [], []
     for site, _ in here:
         a, b = params[f"{site.name}.lora_a"], params[f"{site.name}.lora_b"]
@@ -59,6 +59,8 @@ def _module_factors(here: list[tuple[Site, Lora]], params: Tensors, out_features
             keep = int((s > s[0] * 1e-9).sum()) if float(s[0]) else 0
             a = torch.cat([a, (s[:keep].sqrt()[:, None] * vh[:keep]).to(a.dtype)])
             b = torch.cat([b, (u[:, :keep] * s[:keep].sqrt()).to(b.dtype)], 1)
+        if f"{site.name}.bypass_b" in params:
+            a, b = torch.cat([a, params[f"{site.name}.bypass_a"]]), torch.cat([b, params[f"{site.name}.bypass_b"]], 1)
         if site.rows is not None:
             whole = b.new_zeros(out_features, b.shape[1])
             whole[site.rows] = b
@@ -81,7 +83,7 @@ def save(folder: Path, host: Host, params: Tensors, about: dict[str, Any]) -> Pa
         ExportError: for adapters that are no LoRA.
     """
     if not all(isinstance(adapter, Lora) for _, adapter in host.sites):
-        raise ExportError("only LoRA adapters have a peft format")
+        raise ExportError("only LoRA adapters have a peft format; isthmus export --merge writes the whole model")
     prefix = "base_model.model." + ("encoder." if about["task"] == "classification" else _inner(host))
     by_path: dict[str, list[tuple[Site, Lora]]] = {}
     for site, adapter in host.sites:
@@ -118,6 +120,42 @@ def save(folder: Path, host: Host, params: Tensors, about: dict[str, Any]) -> Pa
     return folder
 
 
+@torch.no_grad()
+def merge(folder: Path, host: Host, params: Tensors, about: dict[str, Any]) -> Path:
+    """Write the adapted model itself: the pretrained one with the update in its own weights and biases, and nothing beside them.
+
+    The folder loads with ``transformers`` (``AutoModel.from_pretrained``); a classifier's head lies beside it in ``head.safetensors``.
+
+    Raises:
+        ExportError: for a bias where the pretrained module has none.
+    """
+    from ..tasks.build import load_pretrained
+
+    net, tokenizer = load_pretrained(about["base_model"], causal=about["task"] == "language")
+    base = getattr(net, "base_model", net)
+    for site, adapter in host.sites:
+        module: Any = base.get_submodule(site.path)
+        mine = {n.removeprefix(f"{site.name}."): t for n, t in params.items() if n.startswith(f"{site.name}.")}
+        rows = slice(None) if site.rows is None else site.rows
+        if isinstance(adapter, Lora):
+            change = adapter.weight(mine)
+            if site.transposed:
+                module.weight[:, rows] += change.T
+            else:
+                module.weight[rows] += change
+        elif module.bias is None:
+            raise ExportError(f"{site.path} has no bias to merge into; export the adapter instead, or run without adapter.add_bias")
+        else:
+            module.bias[rows] += mine["bias"]
+    folder.mkdir(parents=True, exist_ok=True)
+    net.save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)
+    if "head.weight" in params:
+        write_atomic(folder / _HEAD, tensor_bytes({n: params[f"head.{n}"] for n in ("weight", "bias")}))
+    write_atomic(folder / _FILE, json.dumps(about | {"merged": True}, indent=1).encode())
+    return folder
+
+
 def _inner(host: Host) -> str:
     """Path from a causal model to its base, with a dot."""
     name = getattr(host.net, "base_model_prefix", "")
@@ -146,12 +184,21 @@ def base_model(folder: str | Path) -> nn.Module:
 
 
 def load(folder: str | Path) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """(adapted model in fp32, tokenizer, what it is) from an exported adapter, through peft."""
+    """(adapted model in fp32, tokenizer, what it is) from an exported adapter, through peft, or from a merged model."""
     from peft import PeftModel
 
     from ..tasks.build import load_pretrained
 
     what = about(Path(folder))
+    if what.get("merged"):
+        from safetensors.torch import load_file
+
+        net, tokenizer = load_pretrained(str(folder), causal=what["task"] == "language")
+        if what["task"] != "classification":
+            return net.eval(), tokenizer, what
+        whole = SequenceClassifier(net, len(what["labels"]), what["pooling"])
+        whole.head.load_state_dict(load_file(Path(folder) / _HEAD))
+        return whole.eval(), tokenizer, what
     _, tokenizer = load_pretrained(what["base_model"], causal=what["task"] == "language")
     model = PeftModel.from_pretrained(base_model(folder), str(folder))  # type: ignore[arg-type]
     return model.eval(), tokenizer, what

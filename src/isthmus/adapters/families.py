@@ -97,7 +97,7 @@ FAMILIES: dict[str, Family] = {
 class Site:
     """A linear map of a model: ``name`` is ``layers.<number>.<role>``; ``rows`` are its output rows in a fused module, else None.
 
-    ``transposed``: the module keeps its weight as (in, out).
+    ``transposed``: the module keeps its weight as (in, out).  ``bias``: it has one.
     """
 
     name: str
@@ -107,6 +107,7 @@ class Site:
     out_features: int
     rows: Tensor | None = None
     transposed: bool = False
+    bias: bool = True
 
 
 def features(module: nn.Module) -> tuple[int, int]:
@@ -174,5 +175,6 @@ def sites(base: nn.Module, family: Family, roles: tuple[str, ...], layers: range
             width_in, width_out = features(module)
             rows = _fused_rows(family.fused[role], role, width_out, getattr(base, "config", None)) if role in family.fused else None
             width = width_out if rows is None else len(rows)
-            found.append(Site(f"layers.{i}.{role}", i, path, width_in, width, rows, type(module).__name__ == "Conv1D"))
+            transposed, bias = type(module).__name__ == "Conv1D", getattr(module, "bias", None) is not None
+            found.append(Site(f"layers.{i}.{role}", i, path, width_in, width, rows, transposed, bias))
     return found
