@@ -113,6 +113,24 @@ def test_personal_coordinates_keep_their_value_and_the_others_follow():
         assert torch.equal(models[n][~mask], server.shared[n].expand_as(models[n])[~mask])
 
 
+def test_what_becomes_personal_is_what_costs_most():
+    plugin = Selection(Schedule(0.5, 1))
+    params = {"x.bias": torch.tensor([0.3, 0.1, 0.2, 0.0])}
+    memory = plugin.init(params) | {"fisher.x.bias": torch.tensor([1.0, 4.0, 9.0, 100.0])}
+    inbox = Inbox({"x.bias": torch.zeros(4)}, 1, torch.tensor(0))
+    _, after, extra = plugin.end(params, memory, inbox, None)
+    assert after["mask.x.bias"].tolist() == [True, False, True, False]  # costs 0.09, 0.04, 0.36, 0
+    assert extra["mask.x.bias"].tolist() == [False, True, False, True]
+    keeps = memory | {"mask.x.bias": torch.tensor([False, False, False, True])}
+    assert plugin.end(params, keeps, inbox, None)[1]["mask.x.bias"].tolist() == [False, False, True, True]
+
+
+def test_clients_choose_for_themselves():
+    running, _, _ = play(fedibs(BASE, rho=0.5, horizon=2), task(), rounds=3)
+    masks = torch.cat([t for n, t in running.state().items() if n.startswith("fedibs/mask.")], 1)
+    assert len(torch.unique(masks, dim=0)) == len(masks)
+
+
 @pytest.mark.parametrize("score", ["laplace", "fisher", "change", "random"])
 def test_every_score_runs(score):
     _, server, _ = play(fedibs(BASE, score=score, horizon=1), task(), rounds=2)

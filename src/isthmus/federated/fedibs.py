@@ -75,7 +75,8 @@ class Selection(Plugin):
         memory, extra = dict(memory), {}
         for n, own in self._biases(params).items():
             count = self.schedule.count(own.numel(), inbox.round)
-            chosen = (self._score(n, own, memory, inbox) + memory[MASK + n] * torch.inf).nan_to_num(0.0, torch.inf).topk(count).indices
+            score = torch.where(memory[MASK + n], torch.inf, self._score(n, own, memory, inbox))
+            chosen = score.topk(count).indices
             mask = torch.zeros_like(own).scatter(0, chosen, 1.0) > 0
             memory |= {MASK + n: mask, "own." + n: own}
             extra[MASK + n] = ~mask

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.tensors import Tensors, matches, prefixed, under
-from ..core.types import Aggregate, CompositionError, Method, Send, Server, Update
+from ..core.types import Aggregate, CompositionError, Method, Observer, Send, Server, Update
 from ..parts.aggregate import WeightedMean
 from ..parts.factors import A, B
 from ..parts.share import Directed
@@ -62,6 +62,17 @@ class Dispersion(Aggregate):
             dispersion[side] = now if not seen[side] else self.keep * dispersion[side] + (1 - self.keep) * now
             run[side], seen[side] = run[side] + 1, seen[side] + 1
         return step, prefixed(kept, "base/") | {"dispersion": dispersion, "run": run, "seen": seen}
+
+
+@dataclass(frozen=True)
+class Turns(Observer):
+    """``dispersion_b`` and ``dispersion_a`` as kept, and whose turn the round was (``turn_of_a`` 0 or 1), for the ledger."""
+
+    def __call__(self, update: Update, before: Server, after: Server) -> dict[str, float]:
+        """From the aggregate's state."""
+        state = under(after.state, "aggregate/")
+        b, a = state["dispersion"].tolist()
+        return {"dispersion_b": b, "dispersion_a": a, "turn_of_a": float(state["run"][1] > 0)}
 
 
 @dataclass(frozen=True)
@@ -154,7 +165,13 @@ def flfire(base: Method, rule: Rule = "lowest", margin: float = 1.1, patience: i
     if margin < 1 or patience < 1:
         raise ValueError(f"flfire: margin = {margin!r} and patience = {patience!r}: both must be at least 1")
     turns = Directed(_WORD, _SIDES)
-    return replace(training_only(base, turns), share=turns, aggregate=Dispersion(base.aggregate), send=Fire(rule, margin, patience))
+    return replace(
+        training_only(base, turns),
+        share=turns,
+        aggregate=Dispersion(base.aggregate),
+        send=Fire(rule, margin, patience),
+        observers=(*base.observers, Turns()),
+    )
 
 
 def flora_chef(
