@@ -13,13 +13,14 @@ import math
 import re
 from pathlib import Path
 
+from isthmus.core import recipe
 from isthmus.report import plots
 from isthmus.report.progress import size
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, IMAGES = ROOT / "results", ROOT / "docs" / "img"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MARKER = re.compile(r"(<!-- (table|grid|speed)([^>]*?) -->\n).*?(<!-- end -->)", re.S)
+MARKER = re.compile(r"(<!-- (table|grid|speed|fields)([^>]*?) -->\n).*?(<!-- end -->)", re.S)
 
 
 def plus(row: dict, name: str) -> str:
@@ -92,13 +93,21 @@ def speed() -> str:
     return "\n".join("| " + " | ".join(row) + " |" + ("\n| --- | --- | --- | --- |" if not i else "") for i, row in enumerate(rows)) + "\n"
 
 
+def fields() -> str:
+    """Every field of a recipe."""
+    lines = ["| field | accepted | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, accepted, default, meaning in recipe.fields():
+        lines.append(f"| `{name}` | {accepted} | {default if default in ('', 'required') else f'`{default}`'} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
 def filled(text: str) -> str:
     """A page with everything between markers as results/ has it."""
 
     def replace(match: re.Match) -> str:
         head, kind, rest, end = match.groups()
-        if kind == "speed":
-            return head + speed() + end
+        if kind in ("speed", "fields"):
+            return head + (speed() if kind == "speed" else fields()) + end
         name, _, options = rest.strip().partition(":")
         columns, _, methods = options.partition(";")
         split = lambda text: [x.strip() for x in text.split(",") if x.strip()]

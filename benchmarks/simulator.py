@@ -40,8 +40,9 @@ from isthmus.federated.fedavg import plain  # noqa: E402
 from isthmus.parts.work import LocalTraining, NoTraining  # noqa: E402
 from isthmus.tasks.arrays import ArrayTask, Perceptron  # noqa: E402
 from isthmus.tasks.build import _tokens, load_pretrained  # noqa: E402
+from isthmus.tasks.hosted import HostTask  # noqa: E402
 from isthmus.tasks.sources import load  # noqa: E402
-from isthmus.tasks.text import Classifier, Texts, TextTask  # noqa: E402
+from isthmus.tasks.text import Classifier, Texts  # noqa: E402
 
 CLIENTS, STEPS, SIZE, LENGTH, LR = 24, 3, 16, 64, 0.05
 
@@ -66,11 +67,11 @@ def bbc(clients: int, rows: int) -> tuple[Texts, list[torch.Tensor]]:
     return Texts(ids, length, label, torch.zeros(len(ids), dtype=torch.long)), train
 
 
-def minilm_task(texts: Texts, train, precision="fp32", layers="all", keep=2 << 30, product="auto") -> TextTask:
+def minilm_task(texts: Texts, train, precision="fp32", layers="all", keep=2 << 30, product="auto") -> HostTask:
     net, _ = load_pretrained("minilm", causal=False)
     host = Host(net, [Lora(peers.RANK, layers=layers)], precision, product=product)
     head = Classifier(384, texts, torch.ones(1, 5, dtype=torch.bool))
-    return TextTask(host, head, texts, train, [t[:4] for t in train], keep=keep)
+    return HostTask(host, head, texts, train, [t[:4] for t in train], keep=keep)
 
 
 class Ours:

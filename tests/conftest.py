@@ -17,8 +17,9 @@ from isthmus.adapters.lora import Lora
 from isthmus.core.recipe import parse
 from isthmus.tasks.arrays import ArrayTask
 from isthmus.tasks.build import digits
+from isthmus.tasks.hosted import HostTask
 from isthmus.tasks.partition import Partition, split
-from isthmus.tasks.text import Classifier, Texts, TextTask
+from isthmus.tasks.text import Classifier, Texts
 
 torch.set_num_threads(1)
 
@@ -42,14 +43,14 @@ def tiny_texts(rows: int = 160, length: int = 12, labels: int = 3) -> Texts:
 
 def tiny_text_task(
     clients: int = 4, ranks: tuple[int, ...] | None = None, adapters=None, layers: int = 2, precision="fp32", **more
-) -> TextTask:
+) -> HostTask:
     texts = tiny_texts()
     host = Host(tiny_bert(layers), adapters or [Lora(4, ranks=ranks)], precision)
     nobody = torch.zeros(len(texts), dtype=torch.bool)
     client = Partition("dirichlet", clients, 0.5, smallest=4).deal(texts.label, nobody, 0)
     train, test = split(client, clients, None, 0.25, 0, texts.label)
     head = Classifier(32, texts, torch.ones(1, 3, dtype=torch.bool))
-    return TextTask(
+    return HostTask(
         host, head, texts, train, test, rank=None if ranks is None else torch.tensor(ranks), label_names=["a", "b", "c"], **more
     )
 

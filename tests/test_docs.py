@@ -17,10 +17,13 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
 
 
-def test_table_of_fields_is_that_of_the_code():
-    table = re.findall(r"^\| `(.+?)` \| (.*?) \| (.*?) \| (.*?) \|$", (ROOT / "docs" / "recipes.md").read_text(), re.M)
-    shown = [(n, a, d if d in ("", "required") else f"`{d}`", m) for n, a, d, m in recipe.fields()]
-    assert table == shown
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tables_are_those_of_results_and_code(page, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import pages
+
+    text = page.read_text()
+    assert pages.filled(text) == text, "run python benchmarks/pages.py"
 
 
 @pytest.mark.parametrize("kind", ["methods", "channels"])

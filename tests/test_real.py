@@ -50,14 +50,14 @@ def test_peft_loads_the_adapter_and_gives_the_same_logits(newsroom):
     folder, task, engine = newsroom.folder / "adapter", newsroom.task, newsroom.line.engine
     model = PeftModel.from_pretrained(isthmus.base_model(folder), str(folder)).eval()
     rows = torch.cat([task.rows(c, "test") for c in range(task.clients)])[:64]
-    ids, mask = task._tokens(rows)
+    ids, mask = task.data.take(rows, True)
     params = engine.global_params(newsroom.line.server)
     with torch.no_grad():
         theirs = model(input_ids=ids, attention_mask=mask)
         hidden = task.host.hidden(params, task_rows(), ids, mask)
         ours = task.head.logits(params, hidden, mask, task_rows())
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
-    right = float((theirs.argmax(1) == task.texts.label[rows]).float().mean())
+    right = float((theirs.argmax(1) == task.data.label[rows]).float().mean())
     assert right > 0.8
 
 

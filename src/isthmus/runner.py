@@ -228,7 +228,7 @@ def run(
 
 def split_table(task: Any) -> dict[str, Any]:
     """How many training rows of each label each client has."""
-    labels = task.texts.label if hasattr(task, "texts") else task.y
+    labels = task.data.label if hasattr(task, "data") else task.y
     count = max(int(labels.max()) + 1, len(task.label_names))
     rows = [torch.bincount(labels[task.rows(c, "train")], minlength=count).tolist() for c in range(task.clients)]
     return {

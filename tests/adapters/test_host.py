@@ -143,7 +143,7 @@ def test_gradients_are_those_of_plain_autograd():
 
 def test_buckets_are_exact_and_padding_rows_do_not_count():
     plain, bucketed = tiny_text_task(buckets=False), tiny_text_task()
-    bucketed.head = type(bucketed.head)(32, bucketed.texts, bucketed.head.allowed, budget=30)
+    bucketed.head = type(bucketed.head)(32, bucketed.data, bucketed.head.allowed, budget=30)
     rows = plain.train[0][:10]
     a, loss_a = gradients(plain, rows)
     b, loss_b = gradients(bucketed, rows)

@@ -93,12 +93,12 @@ def test_a_users_own_data_and_model_run_to_an_adapter_that_peft_loads(own_model,
     model, _tokenizer, about = export.load(tmp_path / "run" / "adapter")
     assert about["labels"] == ["money", "sport", "tech"]
     rows = result.task.rows(0, "test")
-    ids = result.task.texts.ids[rows]
-    mask = (torch.arange(ids.shape[1]) < result.task.texts.length[rows][:, None]).long()
+    ids = result.task.data.ids[rows]
+    mask = (torch.arange(ids.shape[1]) < result.task.data.length[rows][:, None]).long()
     params = result.line.engine.global_params(result.line.server)
     scored = result.task.score(params, rows)["accuracy"].bool()
     with torch.no_grad():
-        right = model(input_ids=ids, attention_mask=mask).argmax(-1) == result.task.texts.label[rows]
+        right = model(input_ids=ids, attention_mask=mask).argmax(-1) == result.task.data.label[rows]
     assert torch.equal(scored, right)
     assert len(export.classify(tmp_path / "run" / "adapter", ["the match was won", "new phone"])) == 2
 
@@ -137,7 +137,7 @@ def test_label_sets_of_their_own_keep_private_heads(own_model, own_data, tmp_pat
     assert result.document["accuracy_global"] > 0.6
     # a row is scored among its own source's labels only
     rows = task.rows(0, "test")
-    assert set(task.texts.label[rows].tolist()) <= {i for i, n in enumerate(task.label_names) if n.startswith("mine")}
+    assert set(task.data.label[rows].tolist()) <= {i for i, n in enumerate(task.label_names) if n.startswith("mine")}
 
 
 def test_unequal_ranks_come_from_the_recipe(own_model, own_data):

