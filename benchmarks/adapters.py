@@ -29,7 +29,7 @@ RUNS, OUT = ROOT / "runs" / "adapters", ROOT / "results" / "adapters.json"
 TUNING_SEED = 100
 USUAL, FRESH, SERVER = (1e-3, 3e-3, 1e-2), (3e-4, 1e-3, 3e-3), (3e-3, 1e-2, 3e-2)
 # methods whose clients' own models are the point are tuned for those, the others for the aggregated one
-PERSONAL = ("local", "fedper", "fedsa_lora", "fedlova", "query_only", "fedibs", "head_private")
+PERSONAL = ("local", "fedper", "fedsa_lora", "fedlova", "query_only", "fedibs", "head_private", "lora_private_head", "lora_b_private")
 
 BASELINES = (
     "local", "fedavg", "fedprox", "scaffold", "fedadam", "fedyogi", "fedper", "ffa_lora", "fedsa_lora", "rolora", "flora", "flexlora",
@@ -51,6 +51,7 @@ FIXED: dict[str, dict] = {
     "change:fedibs": {"method.score": "change"},
     "lora:fedavg": {"adapter": {"kind": "lora", "rank": 8, "layers": "upper:2"}},
     "lora_private_head:fedper": {"adapter": {"kind": "lora", "rank": 8, "layers": "upper:2"}},
+    "lora_b_private:fedsa_lora": {"adapter": {"kind": "lora", "rank": 8, "layers": "upper:2"}},
 }
 BIASES = {"adapter": {"kind": "bias", "layers": "all"}, "rounds": 8}
 FOREIGN = {
@@ -69,6 +70,18 @@ TABLES: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "mixed": ("BBC News, Dirichlet 0.5, ranks 2 to 64", {"adapter.rank": 64, "adapter.ranks": [2, 2, 4, 4, 8, 16, 32, 64]}, MIXED),
     "tasks": ("three corpora, label sets of their own", FOREIGN, (*(m for b in RECALL for m in (b, f"{b}+fedrecall")), "local")),
     "biases": ("BBC News, Dirichlet 0.1, biases", {"partition.alpha": 0.1} | BIASES, BIAS),
+    "animals": (
+        "ten animals, a camera for each client, dual encoder",
+        {
+            "task": {"kind": "pairs", "views": True},
+            "data.source": "animals",
+            "data.limit": 2000,
+            "model.path": "small-clip",
+            "model.precision": "fp32",
+        }
+        | BIASES,
+        ("local", "fedavg", "random:fedibs", "fedibs", "lora:fedavg", "lora_b_private:fedsa_lora", "pooled"),
+    ),
     "languages": (
         "reviews in eleven languages, one a client",
         {"data.source": "text/multiemo_11_languages.jsonl.gz", "data.client": "language", "partition.kind": "source", "data.limit": 2200},
@@ -79,7 +92,7 @@ TABLES: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "20newsgroups-0.5": ("20 Newsgroups, Dirichlet 0.5", {"data.source": "20newsgroups", "partition.alpha": 0.5, "data.limit": 2000}, CORE),
     "20newsgroups-0.1": ("20 Newsgroups, Dirichlet 0.1", {"data.source": "20newsgroups", "partition.alpha": 0.1, "data.limit": 2000}, CORE),
 }
-TUNED_ON_THEIR_OWN = ("mixed", "biases", "talk")
+TUNED_ON_THEIR_OWN = ("mixed", "biases", "animals", "talk")
 
 
 def label(method: str) -> str:

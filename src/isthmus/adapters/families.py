@@ -85,6 +85,9 @@ FAMILIES: dict[str, Family] = {
         | {"output": "self_attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
         dict.fromkeys(_QKV, "per_head"),
     ),
+    "clip_vision_model": Family(
+        "encoder.layers", {r: f"self_attn.{r[0]}_proj" for r in _QKV} | {"output": "self_attn.out_proj", "up": "mlp.fc1", "down": "mlp.fc2"}
+    ),
     "vit": Family(
         "encoder.layer",
         {r: f"attention.attention.{r}" for r in _QKV}

@@ -93,7 +93,7 @@ def _corpora(recipe: Recipe, root: Path | None, labels: bool) -> list[Corpus]:
     return out
 
 
-def _deal(recipe: Recipe, corpora: Sequence[Corpus], label: Tensor, group: Tensor) -> tuple[list[Tensor], list[Tensor], list[str]]:
+def deal(recipe: Recipe, corpora: Sequence[Corpus], label: Tensor, group: Tensor) -> tuple[list[Tensor], list[Tensor], list[str]]:
     """Train and test rows of each client, and the clients' names."""
     deal = recipe.partition
     part = Partition(deal.kind, deal.clients, deal.alpha, deal.classes, deal.smallest)
@@ -125,7 +125,8 @@ def _tokens(tokenizer: Any, texts: list[str], longest: int) -> tuple[Tensor, Ten
     return got["input_ids"], got["attention_mask"].sum(1)
 
 
-def _host(recipe: Recipe, net: nn.Module) -> Host:
+def make_host(recipe: Recipe, net: nn.Module) -> Host:
+    """The frozen model with the recipe's adapters."""
     adapter: Adapter = build("adapters", recipe.adapter.kind, recipe.adapter.options, "adapter")()
     model = recipe.model
     return Host(net, [adapter], model.precision, model.family, model.product)
@@ -154,8 +155,8 @@ def classification(recipe: Recipe, root: Path | None = None) -> HostTask:
     net, tokenizer = load_pretrained(recipe.model.path, causal=False)
     ids, length = _tokens(tokenizer, [t for c in corpora for t in c.text], recipe.model.max_length)
     texts = Texts(ids, length, label, group)
-    train, test, clients = _deal(recipe, corpora, label, group)
-    host = _host(recipe, net)
+    train, test, clients = deal(recipe, corpora, label, group)
+    host = make_host(recipe, net)
     head = Classifier(host.width, texts, allowed, recipe.model.pooling)
     task = HostTask(
         host,
@@ -196,8 +197,8 @@ def language(recipe: Recipe, root: Path | None = None) -> HostTask:
     ids, length = _tokens(tokenizer, [t for c in corpora for t in c.text], recipe.model.max_length)
     group = torch.cat([torch.full((len(c.text),), g) for g, c in enumerate(corpora)])
     texts = Texts(ids, length, torch.zeros(len(ids), dtype=torch.long), group)
-    train, test, clients = _deal(recipe, corpora, texts.label, group)
-    host = _host(recipe, net)
+    train, test, clients = deal(recipe, corpora, texts.label, group)
+    host = make_host(recipe, net)
     head = NextToken(net.get_output_embeddings(), texts)  # type: ignore[operator]
     return HostTask(
         host,
@@ -223,7 +224,7 @@ def digits(recipe: Recipe, root: Path | None = None) -> ArrayTask:
         some = torch.randperm(len(x), generator=generator(recipe.seed, "digits", "limit"))[: recipe.data.limit]
         x, y = x[some], y[some]
     names = [str(i) for i in range(10)]
-    train, test, clients = _deal(recipe, [Corpus("digits", [""] * len(y))], y, torch.zeros(len(y), dtype=torch.long))
+    train, test, clients = deal(recipe, [Corpus("digits", [""] * len(y))], y, torch.zeros(len(y), dtype=torch.long))
     width = recipe.model.width
     convolutional = recipe.model.network == "convolutional"
     net = Convolutional(8, 10, width) if convolutional else Perceptron(64, 10, width)

