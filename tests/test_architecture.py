@@ -20,7 +20,7 @@ ALLOWED = {
     "report": {"core", "runner", "adapters"},
 }
 # base methods that others may be made of
-BASES = {"fedavg", "ffa_lora"}
+BASES = {"fedavg", "ffa_lora", "rolora"}
 
 
 def imports(path: Path) -> list[tuple[str, int]]:

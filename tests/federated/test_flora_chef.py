@@ -76,7 +76,7 @@ def turns(rule: str, dispersion: tuple[float, float], patience: int = 2, margin:
     state = {"dispersion": torch.tensor(dispersion), "run": torch.zeros(2), "seen": torch.zeros(2)}
     fire, out = Fire(rule, margin, patience), []
     for _ in range(rounds):
-        side = fire._side(state)
+        side = fire._side(state["run"], state["seen"], state["dispersion"])
         out.append(side)
         state["run"][1 - side] = 0
         state["run"][side] += 1

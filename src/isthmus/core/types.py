@@ -129,7 +129,9 @@ class Part:
     """What every filling of a slot declares about itself, checked when a method is built.
 
     ``needs`` and ``takes`` are properties of a payload on its way: it starts as "exact" (not rounded or thinned out), "individual" (the
-    server may look at one client's) and "aligned" (an entry stands at the same place in every round).  ``names`` are patterns that the task's trainable tensors must have.
+    server may look at one client's) and "aligned" (an entry stands at the same place in every round).  ``names`` are patterns that
+    the task's trainable tensors must have, ``travels`` patterns that the server must hold.  ``relies`` says what the aggregate must offer,
+    for parts that make sense with some aggregates only.
     """
 
     name: ClassVar[str] = ""
@@ -137,6 +139,8 @@ class Part:
     needs: ClassVar[frozenset[str]] = frozenset()
     takes: ClassVar[frozenset[str]] = frozenset()
     names: ClassVar[tuple[str, ...]] = ()
+    travels: ClassVar[tuple[str, ...]] = ()
+    relies: ClassVar[frozenset[str]] = frozenset()
 
     def publish(self, params: Tensors) -> Tensors:
         """Further tensors that the server holds and hands out, with their start."""
@@ -166,6 +170,11 @@ class Share(Protocol):
 
 class Aggregate(Part):
     """Slot: K payloads to one step."""
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """What other parts may rely on."""
+        return frozenset()
 
     def init(self, shared: Tensors) -> Tensors:
         """Its state before the first round."""
@@ -312,6 +321,12 @@ class Method:
                 )
             took |= dict.fromkeys(part.takes, part)
             has -= part.takes
+        for part in (self.work, self.send, self.apply, *self.plugins, *self.channels, *self.observers):
+            if lacking := part.relies - self.aggregate.offers:
+                raise CompositionError(
+                    f"method {self.name}: {_title(part)} relies on an aggregate that offers {sorted(lacking)[0]!r}; "
+                    f"{_title(self.aggregate)} does not (join the methods the other way round, or leave one of them out)"
+                )
 
     @property
     def private(self) -> bool:
@@ -329,14 +344,20 @@ class Method:
         return all(p.vmappable for p in (self.work, *self.plugins, *self.channels))
 
     def check(self, start: Tensors) -> None:
-        """Raise `CompositionError` where a part asks for tensors that the task does not have."""
+        """Raise `CompositionError` where a part asks for tensors that the task does not train, or the method does not share."""
+        shared = self.share.scope(list(start))
         for part in (self.work, self.aggregate, self.apply, self.send, *self.plugins, *self.channels):
-            for pattern in part.names:
+            for pattern in (*part.names, *part.travels):
                 if not any(matches(n, (pattern,)) for n in start):
                     have = ", ".join(sorted(start)[:4])
                     raise CompositionError(
                         f"method {self.name}: {_title(part)} works on tensors named {pattern!r}; this task trains {have}, ... "
                         f"(choose another method, or another [adapter])"
+                    )
+            for pattern in part.travels:
+                if not any(matches(n, (pattern,)) for n in shared):
+                    raise CompositionError(
+                        f"method {self.name}: {_title(part)} needs {pattern!r} on the server; another part keeps it with the clients"
                     )
 
 

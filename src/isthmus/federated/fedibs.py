@@ -45,7 +45,8 @@ class Selection(Plugin):
     schedule: Schedule
     score: Score = "laplace"
     decay: float = 0.5
-    names = ("*.bias",)
+    names = travels = ("*.bias",)
+    relies = frozenset({"masks"})
     name = "fedibs"
     probe = True
 
@@ -96,6 +97,7 @@ class OnlyPresent(Channel):
     schedule: Schedule
     name = "present"
     takes = frozenset({"exact", "aligned"})
+    relies = frozenset({"masks"})
 
     def encode(self, payload: Tensors, inbox: Inbox) -> Tensors:
         """``<name>`` (n,) and ``mask.<name>`` (n,) to (p,) and (ceil(n / 8),) bytes."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..core.types import CompositionError, Method, Share
-from ..parts.share import ByName, Except
+from ..parts.share import Both, ByName, Except
 from ..parts.work import LocalTraining
 
 _A = ("*.lora_a",)
 
 
 def training_only(base: Method, trains: Share) -> Method:
-    """The base with fewer names trained."""
+    """The base with only those of its names trained that ``trains`` has too."""
     if not isinstance(base.work, LocalTraining):
         raise CompositionError(f"method {base.name}: needs local training; its work is {type(base.work).__name__}")
-    return replace(base, work=replace(base.work, trains=trains))
+    return replace(base, work=replace(base.work, trains=Both(base.work.trains, trains)))
 
 
 def ffa_lora(base: Method) -> Method:

@@ -16,9 +16,10 @@ from torch import Tensor
 from ..core.tensors import Tensors, matches, prefixed, under
 from ..core.types import Aggregate, CompositionError, Method, Observer, Send, Server, Update
 from ..parts.aggregate import WeightedMean
-from ..parts.factors import A, B
+from ..parts.factors import FACTORS, A, B
+from ..parts.send import kept
 from ..parts.share import Directed
-from .ffa_lora import training_only
+from .rolora import alternating
 
 Rule = Literal["lowest", "highest", "alternate"]
 _WORD, _SIDES = "factor", ("*" + B, "*" + A)  # B first: A has no gradient while B is 0
@@ -37,7 +38,12 @@ class Dispersion(Aggregate):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs", self.base.needs | {"individual"})
-        object.__setattr__(self, "names", ("*.lora_a", "*.lora_b"))
+        object.__setattr__(self, "travels", FACTORS + self.base.travels)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """Dispersion, and what the base offers."""
+        return self.base.offers | {"dispersion"}
 
     def publish(self, params: Tensors) -> Tensors:
         """What the base publishes."""
@@ -68,11 +74,12 @@ class Dispersion(Aggregate):
 class Turns(Observer):
     """``dispersion_b`` and ``dispersion_a`` as kept, and whose turn the round was (``turn_of_a`` 0 or 1), for the ledger."""
 
+    relies = frozenset({"dispersion"})
+
     def __call__(self, update: Update, before: Server, after: Server) -> dict[str, float]:
         """From the aggregate's state."""
-        state = under(after.state, "aggregate/")
-        b, a = state["dispersion"].tolist()
-        return {"dispersion_b": b, "dispersion_a": a, "turn_of_a": float(state["run"][1] > 0)}
+        b, a = kept(after, "dispersion")[0].tolist()
+        return {"dispersion_b": b, "dispersion_a": a, "turn_of_a": float(kept(after, "run")[0][1] > 0)}
 
 
 @dataclass(frozen=True)
@@ -86,13 +93,13 @@ class Fire(Send):
     rule: Rule = "lowest"
     margin: float = 1.1
     patience: int = 2
+    relies = frozenset({"dispersion"})
 
     def directive(self, server: Server) -> dict[str, str]:
         """Which factor trains and travels."""
-        return {_WORD: _SIDES[self._side(under(server.state, "aggregate/"))]}
+        return {_WORD: _SIDES[self._side(*(kept(server, n)[0] for n in ("run", "seen", "dispersion")))]}
 
-    def _side(self, state: Tensors) -> int:
-        run, seen, dispersion = state["run"], state["seen"], state["dispersion"]
+    def _side(self, run: Tensor, seen: Tensor, dispersion: Tensor) -> int:
         if not bool(seen.all()) or self.rule == "alternate":
             return int(seen.sum()) % 2
         last = int(run.argmax())
@@ -132,10 +139,8 @@ class Sauce(Aggregate):
 
     diversity: float = 1.0
     stability: float = 0.5
-    names = ("*.lora_a", "*.lora_b")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "needs", frozenset({"individual"}))
+    needs = frozenset({"individual"})
+    travels = ("*.lora_?",)
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """Stateless."""
@@ -166,8 +171,7 @@ def flfire(base: Method, rule: Rule = "lowest", margin: float = 1.1, patience: i
         raise ValueError(f"flfire: margin = {margin!r} and patience = {patience!r}: both must be at least 1")
     turns = Directed(_WORD, _SIDES)
     return replace(
-        training_only(base, turns),
-        share=turns,
+        alternating(base, turns),
         aggregate=Dispersion(base.aggregate),
         send=Fire(rule, margin, patience),
         observers=(*base.observers, Turns()),

@@ -21,9 +21,9 @@ from ..core import seeds
 from ..core.tensors import Tensors
 from ..core.types import Inbox, Loss, Method, Plugin, Server, Update
 from ..parts.aggregate import IntoBase
-from ..parts.factors import A, B, within_rank
+from ..parts.factors import FACTORS, A, B, within_rank
 from ..parts.observe import AggregationError
-from ..parts.send import Stacks
+from ..parts.send import Stacks, kept
 from ..parts.share import ByName, Held
 from .ffa_lora import training_only
 
@@ -58,7 +58,8 @@ class Resampling(Plugin):
 
     drawn: Drawn
     name = "frank_lora"
-    names = ("*.lora_a", "*.lora_b")
+    names = FACTORS
+    relies = frozenset({"drawn"})
 
     def begin(self, params: Tensors, memory: Tensors, inbox: Inbox, loss: Loss, probe: Tensors) -> tuple[Tensors, Tensors]:
         """A by seed, round, client and layer."""
@@ -83,6 +84,11 @@ class MergeDrawn(IntoBase):
 
     drawn: Drawn = field(default_factory=Drawn)
 
+    @property
+    def offers(self) -> frozenset[str]:
+        """Products with the clients' drawn A."""
+        return super().offers | {"drawn"}
+
     def factors(self, update: Update, server: Server, layer: str) -> tuple[Tensor, Tensor]:
         """b (K, out, r) as it came, a (K, r, in)."""
         shape = tuple(server.shared[layer + A].shape)
@@ -106,10 +112,11 @@ class SendB(Stacks):
     """The last step as the cohort's B's and numbers, where that is smaller than the merged delta: clients draw the A's again."""
 
     drawn: Drawn = field(default_factory=Drawn)
+    relies = frozenset({"drawn"})
 
     def travelling(self, server: Server, layer: str) -> Tensors:
         """The stacked B's, and once for all layers the cohort."""
-        cohort = {n: server.state[f"aggregate/{n}"] for n in (_COHORT, _RANKS) if f"aggregate/{n}" in server.state}
+        cohort = {n: t for n in (_COHORT, _RANKS) for t in kept(server, n)}
         return super().travelling(server, layer) | cohort
 
     def stack_a(self, message: Tensors, cache: Tensors, layer: str, round: int, seed: int) -> Tensor:
@@ -126,7 +133,7 @@ class RankRate(Plugin):
 
     reference: int | None = None
     name = "rank_rate"
-    names = ("*.lora_a", "*.lora_b")
+    names = FACTORS
 
     def rates(self, params: Tensors, memory: Tensors, inbox: Inbox) -> Tensors:
         """Layer by layer, since n is the layer's."""

@@ -22,6 +22,7 @@ class ControlVariates(Plugin):
     """Private c_k for each shared tensor; the server publishes c as ``control.<name>``."""
 
     name = "scaffold"
+    relies = frozenset({_C + "*"})
 
     def publish(self, params: Tensors) -> Tensors:
         """c starts at 0."""

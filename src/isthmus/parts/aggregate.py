@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core import lowrank
 from ..core.tensors import Tensors, matches, prefixed, under
 from ..core.types import Aggregate, Server, Update
-from .factors import A, B, layers, trained
+from .factors import FACTORS, A, B, layers, trained
 
 
 def weighted_mean(update: Update) -> Tensors:
@@ -43,6 +43,12 @@ class MeanWherePresent(Aggregate):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs", self.base.needs)
+        object.__setattr__(self, "travels", self.base.travels)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """Masks, and what the base offers."""
+        return self.base.offers | {"masks"}
 
     def init(self, shared: Tensors) -> Tensors:
         """That of the base."""
@@ -81,6 +87,12 @@ class Routed(Aggregate):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs", frozenset(x for part in self.routes.values() for x in part.needs))
+        object.__setattr__(self, "travels", tuple(x for part in self.routes.values() for x in part.travels))
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """The routes themselves, and what their parts offer."""
+        return frozenset(self.routes).union(*(part.offers for part in self.routes.values()))
 
     def init(self, shared: Tensors) -> Tensors:
         """Each part's state under its number."""
@@ -125,7 +137,7 @@ class ProductSVD(Aggregate):
     """
 
     needs = frozenset({"individual"})
-    names = ("*.lora_a", "*.lora_b")
+    travels = FACTORS
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """The step that takes the shared factors to the truncated SVD of the mean product."""
@@ -147,7 +159,7 @@ class ByNorm(Aggregate):
     """HetLoRA: pad factors of different ranks with zeros, weigh each client by the norm of its product (sparsity weighting)."""
 
     needs = frozenset({"individual"})
-    names = ("*.lora_a", "*.lora_b")
+    travels = FACTORS
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """Weights per layer ``||B_k A_k|| / sum_j ||B_j A_j||``."""
@@ -173,7 +185,12 @@ class IntoBase(Aggregate):
 
     residual: bool = False
     needs = frozenset({"individual"})
-    names = ("*.lora_a", "*.lora_b")
+    travels = FACTORS
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """Whether the factors themselves were merged, so that they may start afresh."""
+        return frozenset() if self.residual else frozenset({"merged"})
 
     def publish(self, params: Tensors) -> Tensors:
         """One dense delta (out, in) for each layer."""

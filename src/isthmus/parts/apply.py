@@ -56,6 +56,8 @@ class Adaptive(Apply):
 class Restart(Apply):
     """Add the step, then start the factors of every merged layer afresh: B at 0, A from the round's own seed."""
 
+    relies = frozenset({"merged"})
+
     def __call__(self, server: Server, step: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         """Stateless; the new A is what `fresh` gives, which a client can compute itself."""
         changed = {n: server.shared[n] + d for n, d in step.items()}

@@ -12,6 +12,11 @@ from .apply import fresh
 from .factors import DELTA, A, B
 
 
+def kept(server: Server, name: str) -> list[Tensor]:
+    """What the aggregate keeps under a name, however deep it stands in others; [] where it does not."""
+    return [t for n, t in server.state.items() if n.startswith("aggregate/") and n.endswith("/" + name)]
+
+
 @dataclass(frozen=True)
 class Changed(Send):
     """Every tensor that changed since the client took part last; start values come from the recipe's seed and do not travel."""
@@ -28,8 +33,7 @@ class Stacks(Send):
 
     def travelling(self, server: Server, layer: str) -> Tensors:
         """What of a layer's last step goes into a message."""
-        found = {f: server.state.get(f"aggregate/{layer}.{f}") for f in ("stack_b", "stack_a")}
-        return {f"{layer}.{f}": t for f, t in found.items() if t is not None}
+        return {n: t for n in (f"{layer}.stack_b", f"{layer}.stack_a") for t in kept(server, n)}
 
     def stack_a(self, message: Tensors, cache: Tensors, layer: str, round: int, seed: int) -> Tensor:
         """The second factor (m, in) of a layer's last step, on the client."""

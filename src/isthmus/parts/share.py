@@ -59,6 +59,22 @@ class Directed:
 
 
 @dataclass(frozen=True)
+class Both:
+    """What two choices have in common."""
+
+    first: Share
+    second: Share
+
+    def scope(self, names: Sequence[str]) -> list[str]:
+        """Names in both."""
+        return self.second.scope(self.first.scope(names))
+
+    def __call__(self, names: Sequence[str], inbox: Inbox) -> list[str]:
+        """Names in both, this round."""
+        return self.second(self.first(names, inbox), inbox)
+
+
+@dataclass(frozen=True)
 class Held:
     """Another choice, of which some patterns never leave though the server holds them too: it can make them itself."""
 
