@@ -36,6 +36,7 @@ class ReCall(Plugin):
     retention: float = 0.5
     reliability: float = 0.3
     strengths: tuple[float, ...] = (1.0, 0.5)
+    inside: bool = True
     name = "fedrecall"
     names = ("*.lora_b",)
     probe = True
@@ -70,6 +71,13 @@ class ReCall(Plugin):
         start = {n: t for n, t in params.items() if n.endswith((A, B))}
         return params | bypass, memory | {"strength": chosen} | prefixed(start | bypass, "start/")
 
+    def wrap(self, loss: Loss, anchor: Tensors, memory: Tensors, inbox: Inbox) -> Loss:
+        """Where training must not see the bypass, the model without it."""
+        if self.inside or not self.q:
+            return loss
+        without = {n: torch.zeros_like(t) for n, t in under(memory, "start/").items() if n.endswith((BYPASS_A, BYPASS_B))}
+        return lambda p, batch: loss(p | without, batch)
+
     def _missing(self, memory: Tensors, b: Tensor, a: Tensor, delta: Tensor | None) -> tuple[Tensors, Tensors]:
         """Of one layer: the bypass that restores its diluted and reliable directions, and what to keep."""
         u, v, s = memory["u"], memory["v"], memory["s"]
@@ -90,7 +98,8 @@ class ReCall(Plugin):
         start = under(memory, "start/")
         memory = {n: t for n, t in memory.items() if not n.startswith("start/")}
         for n in layers(params):
-            u, s, vh = contribution(params[n + B], params[n + A], *(start[n + f] for f in (BYPASS_B, BYPASS_A, B, A)))
+            p_b = start[n + BYPASS_B] if self.inside else torch.zeros_like(start[n + BYPASS_B])
+            u, s, vh = contribution(params[n + B], params[n + A], p_b, *(start[n + f] for f in (BYPASS_A, B, A)))
             real = s > 1e-6 * s.amax().clamp_min(1e-12)  # directions of what is zero are arbitrary
             u, v, s = u * real, vh.mT * real, s * real
             before = held(u, v, start[n + B], start[n + A], inbox.shared.get(n + DELTA))
@@ -114,7 +123,12 @@ def _times(bypass: Tensors, strength: Tensor) -> Tensors:
 
 
 def fedrecall(
-    base: Method, q: int = 8, retention: float = 0.5, reliability: float = 0.3, strengths: tuple[float, ...] = (1.0, 0.5)
+    base: Method,
+    q: int = 8,
+    retention: float = 0.5,
+    reliability: float = 0.3,
+    strengths: tuple[float, ...] = (1.0, 0.5),
+    inside: bool = True,
 ) -> Method:
     """FedReCall around a method: clients recall, privately, the ``q`` directions that averaging diluted most; ``q`` = 0 is the method."""
     if q < 0:
@@ -123,4 +137,4 @@ def fedrecall(
         raise ValueError(
             f"fedrecall: retention = {retention!r}, reliability = {reliability!r} must be shares, strengths = {strengths!r} above 0"
         )
-    return replace(base, plugins=(*base.plugins, ReCall(q, retention, reliability, tuple(strengths))))
+    return replace(base, plugins=(*base.plugins, ReCall(q, retention, reliability, tuple(strengths), inside)))
