@@ -27,7 +27,7 @@ from isthmus.report.progress import size
 ROOT = Path(__file__).resolve().parents[1]
 RUNS, OUT = ROOT / "runs" / "adapters", ROOT / "results" / "adapters.json"
 TUNING_SEED = 100
-USUAL, FRESH, SERVER = (1e-3, 3e-3, 1e-2), (3e-4, 1e-3, 3e-3), (3e-3, 1e-2, 3e-2)
+USUAL, SERVER = (1e-3, 3e-3, 1e-2), (3e-3, 1e-2, 3e-2)
 # methods whose clients' own models are the point are tuned for those, the others for the aggregated one
 PERSONAL = ("local", "fedper", "fedsa_lora", "fedlova", "query_only", "fedibs", "head_private", "lora_private_head", "lora_b_private")
 
@@ -81,7 +81,7 @@ TABLES: dict[str, tuple[str, dict, tuple[str, ...]]] = {
         {
             "task": {"kind": "pairs", "views": True},
             "data.source": "animals",
-            "data.limit": 2000,
+            "data.limit": 1200,
             "model.path": "small-clip",
             "model.precision": "fp32",
         }
@@ -110,8 +110,6 @@ def trials(method: str) -> list[dict]:
     """Three a method; a server optimiser has its own rate to tune."""
     if label(method) in ("fedadam", "fedyogi"):
         return [{"train.lr": 3e-3, "method.server_lr": lr} for lr in SERVER]
-    if "frank_lora" in method:  # its A is some ten times larger, so its steps are
-        return [{"train.lr": lr} for lr in FRESH]
     return [{"train.lr": lr} for lr in USUAL]
 
 

@@ -44,13 +44,13 @@ def roles() -> dict:
     """FedLoVA: how much local work changes the query's and the value's update in each round, and how far clients are apart after it."""
     out = {}
     for kind in ("fedavg", "fedlova"):
-        for data in ("bbc", "r52"):
+        for data in ("bbc",):
             seeds = []
             for seed in SEEDS:
-                recipe = isthmus.recipe("fedlova", f"method.kind={kind}", f"seed={seed}", "rounds=8", f"data.source={data}")
+                recipe = isthmus.recipe("fedlova", f"method.kind={kind}", f"seed={seed}", "rounds=6", f"data.source={data}")
                 seeds.append([evaluate(e, s, False, False, roles_of).roles for e, s, _ in rounds_of(recipe)])
             out[f"{kind}, {data}"] = {
-                f"{name} {role}": [mean([s[t][role][name] for s in seeds]) for t in range(8)]
+                f"{name} {role}": [mean([s[t][role][name] for s in seeds]) for t in range(6)]
                 for role in ("query", "value")
                 for name in ("change", "dispersion")
             }
@@ -75,14 +75,14 @@ def turns() -> dict:
     for rule in ("lowest", "highest", "alternate"):
         seeds = []
         for seed in SEEDS:
-            recipe = isthmus.recipe("flora_chef", f"seed={seed}", "rounds=12", f"method.rule={rule}")
+            recipe = isthmus.recipe("flora_chef", f"seed={seed}", "rounds=10", f"method.rule={rule}")
             last = None
             rows = []
             for e, s, record in rounds_of(recipe):
                 rows.append(record.metrics)
                 last = evaluate(e, s).overall["accuracy"]
             seeds.append((rows, last))
-        out[rule] = {n: [mean([rows[t][n] for rows, _ in seeds]) for t in range(12)] for n in ("dispersion_a", "dispersion_b", "turn_of_a")}
+        out[rule] = {n: [mean([rows[t][n] for rows, _ in seeds]) for t in range(10)] for n in ("dispersion_a", "dispersion_b", "turn_of_a")}
         out[rule]["accuracy"] = mean([last for _, last in seeds])
     return out
 
