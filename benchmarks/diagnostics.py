@@ -47,10 +47,10 @@ def roles() -> dict:
         for data in ("bbc",):
             seeds = []
             for seed in SEEDS:
-                recipe = isthmus.recipe("fedlova", f"method.kind={kind}", f"seed={seed}", "rounds=6", f"data.source={data}")
+                recipe = isthmus.recipe("fedlova", f"method.kind={kind}", f"seed={seed}", "rounds=5", f"data.source={data}")
                 seeds.append([evaluate(e, s, False, False, roles_of).roles for e, s, _ in rounds_of(recipe)])
             out[f"{kind}, {data}"] = {
-                f"{name} {role}": [mean([s[t][role][name] for s in seeds]) for t in range(6)]
+                f"{name} {role}": [mean([s[t][role][name] for s in seeds]) for t in range(5)]
                 for role in ("query", "value")
                 for name in ("change", "dispersion")
             }
