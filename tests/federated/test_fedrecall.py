@@ -73,6 +73,14 @@ def test_payloads_are_those_of_the_wrapped_method(wrap):
     assert sent[0] == sent[1]
 
 
+def test_outside_of_training_the_server_learns_what_it_learns_without():
+    task = tiny_text_task()
+    a, ours, _ = play(fedrecall(BASE, q=2, retention=0.95, reliability=0.0, inside=False), task, rounds=4)
+    _, theirs, _ = play(BASE, task, rounds=4)
+    assert bool((a.state()["fedrecall/strength"] > 0).any())
+    assert difference(ours.shared, theirs.shared) < 1e-6
+
+
 def test_the_bypass_comes_into_force_and_stays_private():
     task, method = tiny_text_task(), recalls(BASE)
     running, server, _ = play(method, task, rounds=4)
