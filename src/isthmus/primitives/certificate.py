@@ -24,12 +24,12 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import beta
 
+from . import kernels
+
 Array = NDArray[Any]
-_BLOCK = 2048
 
 
 class Network(Protocol):
@@ -70,21 +70,16 @@ class Certificate:
 def nearest(memory: ArrayLike, queries: ArrayLike, k: int) -> tuple[Array, Array]:
     """The k nearest rows of memory (n, h) to each query (m, h): squared distances and numbers, both (m, k), nearest first.
 
-    Exact; float32 products of centred data, block by block.
+    Exact, on the tiling of `KMeans`: no (m, n) matrix.
     """
-    stored, asked = (torch.as_tensor(np.ascontiguousarray(a, dtype=np.float32)) for a in (memory, queries))
-    if stored.dim() != 2 or asked.dim() != 2 or stored.shape[1] != asked.shape[1]:
-        raise ValueError(f"memory {tuple(stored.shape)} and queries {tuple(asked.shape)} must be (n, h) and (m, h)")
+    stored, asked = (np.ascontiguousarray(a, dtype=np.float32) for a in (memory, queries))
+    if stored.ndim != 2 or asked.ndim != 2 or stored.shape[1] != asked.shape[1]:
+        raise ValueError(f"memory {stored.shape} and queries {asked.shape} must be (n, h) and (m, h)")
     if not 1 <= k <= len(stored):
         raise ValueError(f"k = {k!r}: must be between 1 and the {len(stored)} rows of the memory")
-    middle = stored.mean(0)
-    stored, asked = stored - middle, asked - middle
-    size, far, who = stored.square().sum(1), [], []
-    for part in asked.split(_BLOCK):
-        near = torch.addmm(size, part, stored.T, alpha=-2).topk(k, largest=False)
-        far.append(near.values + part.square().sum(1, keepdim=True))
-        who.append(near.indices)
-    return torch.cat(far).clamp_min(0).numpy(), torch.cat(who).numpy()
+    if not (np.isfinite(stored).all() and np.isfinite(asked).all()):
+        raise ValueError("memory or queries contain NaN or infinity")
+    return kernels.load().nearest(asked, stored.mean(0), stored, k, kernels.threads())
 
 
 def vote(labels: Array, classes: int) -> Array:

@@ -1,0 +1,867 @@
+// Steps of k-means and k nearest neighbours that never write an N x K matrix of distances.
+//
+// Rows stand in lanes.  A panel of 2 x LANES rows is centred and transposed once; tiles of centroids pass over it, each value of a centroid
+// broadcast against the lanes, and the running minimum of a row stays in its lane: no shuffle, nothing written but the label.  The
+// accumulators start at |c|^2 / 2 and lose <x, c>, which orders centroids as the squared distance does.  A tile of 12 centroids takes
+// 4 bytes a cycle of a row's width from the cache, so centroids may come from L2 (or L3) while the panel stays in L1.
+//
+// The file is compiled once for each instruction set into a library of its own; kernels.py loads the best that the machine runs.
+// In places where the text says T, the functions exist for float and double.  Data are finite (the caller has looked).
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#if defined(__AMX_BF16__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, COLUMNS = 12;
+#elif defined(__AVX__)
+constexpr int BYTES = 32, COLUMNS = 6;
+#elif defined(__aarch64__)
+constexpr int BYTES = 16, COLUMNS = 12;
+#else
+constexpr int BYTES = 16, COLUMNS = 6;
+#endif
+constexpr int VECTORS = 2;               // of rows, side by side
+constexpr int TAIL = COLUMNS / 3;        // columns of the last tiles: less padding
+template <class T> constexpr int LANES = BYTES / int(sizeof(T));
+template <class T> constexpr int PANEL = VECTORS * LANES<T>;
+template <class T> constexpr T FAR = sizeof(T) == 4 ? T(3e38) : T(1e308);
+
+template <class T> struct Wide {
+    typedef T value __attribute__((vector_size(BYTES)));
+    typedef T loose __attribute__((vector_size(BYTES), aligned(sizeof(T))));  // may be loaded from anywhere
+    typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> number;
+    typedef number index __attribute__((vector_size(BYTES)));
+};
+template <class T> using V = typename Wide<T>::value;
+template <class T> using I = typename Wide<T>::index;
+
+template <class T> inline V<T> wide(const T* p) { return *reinterpret_cast<const typename Wide<T>::loose*>(p); }
+template <class T> inline V<T> all(T x) { return x - V<T>{}; }
+template <class T> inline V<T> low(V<T> a, V<T> b) { return a < b ? a : b; }
+template <class T> inline V<T> high(V<T> a, V<T> b) { return a < b ? b : a; }
+template <class T> inline T total(V<T> v) {
+    T s = 0;
+    for (int i = 0; i < LANES<T>; i++) s += v[i];
+    return s;
+}
+
+// So many rows are read side by side that the machine does not see what comes next: it is told, a panel ahead.  (Never a fault.)
+inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+size_t half_of_l2() {
+    static const long size = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return size > 0 ? size_t(size) / 2 : 256 * 1024;
+}
+
+// body(thread, first, last) over [0, n) in contiguous parts, so that sums do not depend on who was faster
+template <class F> void parallel(int threads, size_t n, size_t grain, F body) {
+    size_t parts = std::max<size_t>(1, std::min<size_t>(threads, n / std::max<size_t>(1, grain)));
+    auto edge = [&](size_t t) { return t == parts ? n : n / parts * t / grain * grain; };
+    std::vector<std::thread> others;
+    for (size_t t = 1; t < parts; t++) others.emplace_back([&, t] { body(int(t), edge(t), edge(t + 1)); });
+    body(0, 0, edge(1));
+    for (auto& o : others) o.join();
+}
+
+// Memory that starts at a cache line.
+template <class T> struct Buffer {
+    T* data;
+    explicit Buffer(size_t n) : data(static_cast<T*>(aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64 + 64))) {}
+    Buffer(const Buffer&) = delete;
+    ~Buffer() { free(data); }
+    operator T*() { return data; }
+};
+
+// ---- rows
+
+template <class T> struct Rows {
+    const T* x;
+    ptrdiff_t row, column;  // strides, in numbers
+    const T* shift;         // (d,), taken from every row: without it an offset of the data eats the digits of a float
+    int d;
+};
+
+template <class W, size_t... i> inline W zip_low(W a, W b, std::index_sequence<i...>) {
+    return __builtin_shufflevector(a, b, (i % 2 ? sizeof...(i) + i / 2 : i / 2)...);
+}
+template <class W, size_t... i> inline W zip_high(W a, W b, std::index_sequence<i...>) {
+    return __builtin_shufflevector(a, b, (sizeof...(i) / 2 + (i % 2 ? sizeof...(i) + i / 2 : i / 2))...);
+}
+// A square of vectors transposed: zipping the first half with the second, log2(lanes) times over.
+template <class W, int N> inline void transpose(W (&a)[N]) {
+    constexpr auto lanes = std::make_index_sequence<N>{};
+#pragma GCC unroll 4
+    for (int step = 1; step < N; step *= 2) {
+        W b[N];
+#pragma GCC unroll 16
+        for (int i = 0; i < N / 2; i++) b[2 * i] = zip_low(a[i], a[i + N / 2], lanes), b[2 * i + 1] = zip_high(a[i], a[i + N / 2], lanes);
+#pragma GCC unroll 16
+        for (int i = 0; i < N; i++) a[i] = b[i];
+    }
+}
+
+// Rows which[0..count) (or first, first + 1, ...) less the shift, as (d, PANEL); lanes without a row repeat the last.
+template <class T> void load(const Rows<T>& rows, const int64_t* which, int64_t first, int count, T* panel) {
+    constexpr int N = LANES<T>, P = PANEL<T>;
+    const T* row[P];
+    for (int r = 0; r < P; r++) {
+        int64_t at = std::min(r, count - 1);
+        row[r] = rows.x + (which ? which[at] : first + at) * rows.row;
+    }
+    const ptrdiff_t ahead = which ? 0 : P * rows.row;
+    int j = 0;
+    if (rows.column == 1)
+        for (; j + N <= rows.d; j += N)
+            for (int v = 0; v < VECTORS; v++) {
+                V<T> square[N];
+#pragma GCC unroll 16
+                for (int r = 0; r < N; r++) {
+                    square[r] = wide(row[v * N + r] + j) - wide(rows.shift + j);
+                    fetch(row[v * N + r] + j + ahead);
+                }
+                transpose(square);
+#pragma GCC unroll 16
+                for (int i = 0; i < N; i++) *reinterpret_cast<V<T>*>(panel + (j + i) * P + v * N) = square[i];
+            }
+    for (; j < rows.d; j++)
+        for (int r = 0; r < P; r++) panel[j * P + r] = row[r][j * rows.column] - rows.shift[j];
+}
+
+// |x - c|^2 of one row and one centroid, both as they are
+template <class T> T distance(const Rows<T>& rows, int64_t i, const T* c) {
+    const T* x = rows.x + i * rows.row;
+    T rest = 0;
+    V<T> sum = {};
+    int j = 0;
+    if (rows.column == 1)
+        for (; j + LANES<T> <= rows.d; j += LANES<T>) {
+            V<T> gap = wide(x + j) - wide(c + j);
+            sum += gap * gap;
+        }
+    for (; j < rows.d; j++) rest += (x[j * rows.column] - c[j]) * (x[j * rows.column] - c[j]);
+    return rest + total<T>(sum);
+}
+
+template <class T> void add(const Rows<T>& rows, int64_t i, double weight, double* sum) {
+    const T* x = rows.x + i * rows.row;
+    if (rows.column == 1)
+        for (int j = 0; j < rows.d; j++) sum[j] += weight * double(x[j]);
+    else
+        for (int j = 0; j < rows.d; j++) sum[j] += weight * double(x[j * rows.column]);
+}
+
+// ---- centroids
+
+// Tiles of COLUMNS centroids, then some of TAIL: (tiles, d, columns), each with half its squared norm; FAR where there is none.
+template <class T> struct Tiles {
+    int d, k, full, tiles;
+    Buffer<T> data, half;
+    T longest = 0;  // |c|
+
+    static int padded(int k) { return k / COLUMNS * COLUMNS + (k % COLUMNS + TAIL - 1) / TAIL * TAIL; }
+    int first(int tile) const { return tile <= full ? tile * COLUMNS : full * COLUMNS + (tile - full) * TAIL; }
+
+    Tiles(const T* c, int k, int d, const T* shift)
+        : d(d), k(k), full(k / COLUMNS), tiles(full + (padded(k) - full * COLUMNS) / TAIL), data(size_t(padded(k)) * d), half(padded(k)) {
+        for (int t = 0; t < tiles; t++) {
+            int from = first(t), columns = first(t + 1) - from;
+            T* out = data + size_t(from) * d;
+            for (int j = 0; j < columns; j++) {
+                double norm = 0;
+                for (int i = 0; i < d; i++) {
+                    T value = from + j < k ? c[size_t(from + j) * d + i] - shift[i] : T(0);
+                    out[size_t(i) * columns + j] = value;
+                    norm += double(value) * double(value);
+                }
+                half[from + j] = from + j < k ? T(norm / 2) : FAR<T>;
+                longest = std::max(longest, T(std::sqrt(norm)));
+            }
+        }
+    }
+};
+
+// acc[j][v] = |c_j|^2 / 2 - <x, c_j> for the rows of vector v
+template <class T, int N> inline __attribute__((always_inline)) void scores(const T* panel, const T* c, const T* half, int d, V<T> (&acc)[N][VECTORS]) {
+#pragma GCC unroll 12
+    for (int j = 0; j < N; j++) acc[j][0] = acc[j][1] = all(half[j]);
+    for (int i = 0; i < d; i++, panel += PANEL<T>, c += N) {
+        V<T> left = wide(panel), right = wide(panel + LANES<T>);
+#pragma GCC unroll 12
+        for (int j = 0; j < N; j++) {
+            V<T> one = all(c[j]);
+            acc[j][0] -= left * one;
+            acc[j][1] -= right * one;
+        }
+    }
+}
+
+// Calls seen(column, acc) for every tile of [from, to).
+template <class T, class F> inline __attribute__((always_inline)) void each(const T* panel, const Tiles<T>& c, int from, int to, F seen) {
+    for (int t = from; t < to; t++) {
+        int column = c.first(t);
+        const T* data = c.data.data + size_t(column) * c.d;
+        if (t < c.full) {
+            V<T> acc[COLUMNS][VECTORS];
+            scores<T, COLUMNS>(panel, data, c.half.data + column, c.d, acc);
+            seen(column, acc);
+        } else {
+            V<T> acc[TAIL][VECTORS];
+            scores<T, TAIL>(panel, data, c.half.data + column, c.d, acc);
+            seen(column, acc);
+        }
+    }
+}
+
+// Smallest score of each row of a panel, whose it is (the lowest number among equals), and the second smallest.
+template <class T> struct Best {
+    V<T> value[VECTORS], second[VECTORS];
+    I<T> who[VECTORS];
+    Best() {
+        for (int v = 0; v < VECTORS; v++) value[v] = second[v] = all(FAR<T>), who[v] = I<T>{};
+    }
+    template <bool SECOND> inline __attribute__((always_inline)) void see(int number, V<T> score, int v) {
+        typename Wide<T>::number n = number;
+        if (SECOND) second[v] = low<T>(second[v], high<T>(value[v], score));
+        I<T> less = score < value[v];
+        value[v] = low<T>(value[v], score);
+        who[v] = less ? n - I<T>{} : who[v];
+    }
+};
+
+template <class T, bool SECOND> void scan(const T* panel, const Tiles<T>& c, int from, int to, Best<T>& out) {
+    each(panel, c, from, to, [&](int column, auto& acc) {
+        constexpr int N = sizeof(acc) / sizeof(acc[0]);
+        __asm__ volatile("" : "+m"(out));  // it waits in memory: the products need every register
+        Best<T> best = out;
+#pragma GCC unroll 12
+        for (int j = 0; j < N; j++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) best.template see<SECOND>(column + j, acc[j][v], v);
+        out = best;
+    });
+}
+
+// Passes every row's panel over every centroid.  Where the centroids do not fit into half of L2, as many panels as do take turns at a part
+// of them.  State belongs to a panel, `pass(panel, from, to, state)` sees tiles, `done(first, count, panel, state)` ends it.
+template <class T, class State, class Pass, class Done>
+void sweep(const Rows<T>& rows, size_t first, size_t last, const Tiles<T>& c, Pass pass, Done done) {
+    constexpr int P = PANEL<T>;
+    size_t wide = size_t(P) * rows.d * sizeof(T), tile = size_t(COLUMNS) * rows.d * sizeof(T);
+    bool fits = size_t(c.k) * rows.d * sizeof(T) <= half_of_l2();
+    size_t panels = fits ? 1 : std::max<size_t>(1, half_of_l2() / wide);
+    int some = fits ? c.tiles : int(std::max<size_t>(1, half_of_l2() / 4 / tile));
+    Buffer<T> data(panels * P * rows.d);
+    for (size_t at = first; at < last; at += panels * P) {
+        size_t here = std::min(panels, (last - at + P - 1) / P);
+        std::vector<State> state(here);
+        auto count = [&](size_t p) { return int(std::min<size_t>(P, last - at - p * P)); };
+        for (size_t p = 0; p < here; p++) load<T>(rows, nullptr, at + p * P, count(p), data + p * P * rows.d);
+        for (int t = 0; t < c.tiles; t += some)
+            for (size_t p = 0; p < here; p++) pass(data + p * P * rows.d, t, std::min(t + some, c.tiles), state[p]);
+        for (size_t p = 0; p < here; p++) done(at + p * P, count(p), data + p * P * rows.d, state[p]);
+    }
+}
+
+// Sums and weights of the rows of each centroid; every thread has its own and the first adds them up.
+struct Sums {
+    int k, d;
+    double *sum, *weight;  // (k, d), (k,), added to
+    std::vector<std::vector<double>> own;
+    Sums(int k, int d, double* sum, double* weight, int threads) : k(k), d(d), sum(sum), weight(weight), own(threads) {}
+    double* of(int thread) {
+        if (thread == 0) return sum;
+        own[thread].resize(size_t(k) * (d + 1));
+        return own[thread].data();
+    }
+    double* weights(int thread) { return thread == 0 ? weight : own[thread].data() + size_t(k) * d; }
+    void join() {
+        for (auto& o : own)
+            if (!o.empty()) {
+                for (size_t i = 0; i < size_t(k) * d; i++) sum[i] += o[i];
+                for (int i = 0; i < k; i++) weight[i] += o[size_t(k) * d + i];
+            }
+    }
+};
+
+// ---- products of bfloat16 with an error bound
+
+// Where the unit has tiles of bfloat16 products, they say which centroid is nearest for all rows whose two best scores are further apart than
+// the products may err; the others are looked at again in full.  The bound: with x = x' + e, c = c' + f (primes rounded),
+// |<x, c> - <x', c'>| <= |e| |c| + |x'| |f|, and (d + 2) 2^-24 |x| |c| for the sums in float, twice over for two scores.
+#if defined(__AMX_BF16__)
+struct Config {
+    uint8_t palette = 1, start = 0, zero[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+bool may_use_tiles() {
+    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ask for the tiles' state to be saved
+    return granted;
+}
+inline uint32_t rounded(float x) {  // to the nearest bfloat16, ties to even, as its upper 16 bits
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+}
+inline float as_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+// Centroids in bfloat16: (k / 32, d / 32, 2, 16, 32), zeros as padding.
+struct HalfTiles {
+    int d, k, wide, many;
+    Buffer<uint16_t> data;
+    Buffer<float> half;
+    float longest = 0, error = 0;  // |c|, |c - c'|
+    HalfTiles(const float* c, int k, int d, const float* shift)
+        : d(d), k(k), wide((d + 31) / 32), many((k + 31) / 32), data(size_t(many) * wide * 1024), half(size_t(many) * 32) {
+        memset(data.data, 0, size_t(many) * wide * 2048);
+        for (int j = 0; j < many * 32; j++) {
+            double norm = 0, lost = 0;
+            for (int i = 0; j < k && i < d; i++) {
+                float value = c[size_t(j) * d + i] - shift[i];
+                uint32_t bits = rounded(value);
+                data[(size_t(j / 32) * wide + i / 32) * 1024 + (j % 32 / 16) * 512 + (j % 16) * 32 + i % 32] = uint16_t(bits >> 16);
+                norm += double(value) * value;
+                lost += (double(value) - as_float(bits)) * (double(value) - as_float(bits));
+            }
+            half[j] = j < k ? float(norm / 2) : FAR<float>;
+            longest = std::max(longest, float(std::sqrt(norm)));
+            error = std::max(error, float(std::sqrt(lost)));
+        }
+    }
+};
+
+// A panel of 32 rows in bfloat16, two numbers of a row in a lane: (d / 32, 2, 16, 16) pairs; `err` bounds what its scores may be wrong by.
+void load_half(const Rows<float>& rows, const int64_t* which, int64_t first, int count, const HalfTiles& c, uint32_t* panel, float* err) {
+    for (int v = 0; v < 2; v++) {
+        const float* row[16];
+        V<float> size[16], lost[16];
+        const ptrdiff_t ahead = which ? 0 : 32 * rows.row;
+        for (int r = 0; r < 16; r++) {
+            int64_t at = std::min(v * 16 + r, count - 1);
+            row[r] = rows.x + (which ? which[at] : first + at) * rows.row;
+            size[r] = lost[r] = V<float>{};
+        }
+        for (int w = 0; w < c.wide; w++) {
+            I<float> pairs[16];
+            for (int r = 0; r < 16; r++) {
+                int left = std::min(32, rows.d - w * 32);
+                __mmask16 m0 = left >= 16 ? 0xffff : (1 << left) - 1, m1 = left >= 32 ? 0xffff : left > 16 ? (1 << (left - 16)) - 1 : 0;
+                const float *x = row[r] + w * 32, *s = rows.shift + w * 32;
+                fetch(x + ahead);
+                fetch(x + ahead + 16);
+                __m512 a = _mm512_sub_ps(_mm512_maskz_loadu_ps(m0, x), _mm512_maskz_loadu_ps(m0, s));
+                __m512 b = _mm512_sub_ps(_mm512_maskz_loadu_ps(m1, x + 16), _mm512_maskz_loadu_ps(m1, s + 16));
+                __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+                __m512 ra = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
+                __m512 rb = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
+                size[r] += a * a + b * b;
+                lost[r] += (a - ra) * (a - ra) + (b - rb) * (b - rb);
+                pairs[r] = (I<float>)both;
+            }
+            transpose(pairs);
+            for (int i = 0; i < 16; i++) *reinterpret_cast<I<float>*>(panel + (w * 2 + v) * 256 + i * 16) = pairs[i];
+        }
+        transpose(size);
+        transpose(lost);
+        V<float> x2 = {}, e2 = {};
+        for (int r = 0; r < 16; r++) x2 += size[r], e2 += lost[r];
+        for (int r = 0; r < 16; r++) {
+            float x = std::sqrt(x2[r]), e = std::sqrt(e2[r]);
+            err[v * 16 + r] = 1.0001f * (e * c.longest + (x + e) * c.error + (rows.d + 4) * 6e-8f * (x + c.longest) * c.longest) + 1e-30f;
+        }
+    }
+}
+
+// Calls seen(column, score, vector) for every centroid.
+template <class F> inline __attribute__((always_inline)) void each_half(const uint32_t* panel, const HalfTiles& c, F seen) {
+    alignas(64) float products[4][16][16];
+    for (int m = 0; m < c.many; m++) {
+        const uint16_t* a = c.data.data + size_t(m) * c.wide * 1024;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int w = 0; w < c.wide; w++) {
+            _tile_loadd(4, a + w * 1024, 64);
+            _tile_loadd(5, a + w * 1024 + 512, 64);
+            _tile_loadd(6, panel + (w * 2) * 256, 64);
+            _tile_loadd(7, panel + (w * 2 + 1) * 256, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, products[0], 64);
+        _tile_stored(1, products[1], 64);
+        _tile_stored(2, products[2], 64);
+        _tile_stored(3, products[3], 64);
+        for (int j = 0; j < 32; j++)
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; v++) seen(m * 32 + j, all(c.half.data[m * 32 + j]) - wide(products[j / 16 * 2 + v][j % 16]), v);
+    }
+}
+
+// The labels of the rows [first, last) of one thread, by settle(row, label).  A row that needs a second look has those as
+// candidates that are within the error of its best; few are measured one by one, many are left to the full scan, whose rows are counted.
+template <class Settle>
+int64_t assign_half(const Rows<float>& rows, size_t first, size_t last, const float* centres, const Tiles<float>& tiles, const HalfTiles& c,
+                    Settle settle) {
+    Config config;
+    _tile_loadconfig(&config);
+    Buffer<uint32_t> panel(size_t(c.wide) * 512);
+    Buffer<float> whole(size_t(32) * rows.d);
+    std::vector<int64_t> open;
+    std::vector<std::pair<int, int>> candidates;  // lane, centroid
+    alignas(64) float err[32], limit[32];
+    int64_t again = 0;
+    auto close = [&](size_t from, int count) {
+        load_half(rows, open.data() + from, 0, count, c, panel, err);
+        Best<float> best;
+        each_half(panel, c, [&](int, V<float> score, int v) { best.value[v] = low<float>(best.value[v], score); });
+        for (int r = 0; r < 32; r++) limit[r] = best.value[r / 16][r % 16] + 2 * err[r];
+        candidates.clear();
+        const size_t most = 8 * count;
+        each_half(panel, c, [&](int column, V<float> score, int v) {
+            __mmask16 near = _mm512_cmp_ps_mask((__m512)score, _mm512_load_ps(limit + v * 16), _CMP_LE_OQ);
+            for (; near && candidates.size() <= most; near &= near - 1) candidates.emplace_back(v * 16 + __builtin_ctz(near), column);
+        });
+        if (candidates.size() <= most) {
+            float closest[32];
+            int32_t who[32];
+            std::fill(closest, closest + 32, FAR<float>);
+            for (auto [lane, column] : candidates) {  // columns ascend: the lowest number wins
+                if (lane >= count) continue;
+                float square = distance(rows, open[from + lane], centres + size_t(column) * rows.d);
+                if (square < closest[lane]) closest[lane] = square, who[lane] = column;
+            }
+            for (int r = 0; r < count; r++) settle(open[from + r], who[r]);
+        } else {
+            again += count;
+            load<float>(rows, open.data() + from, 0, count, whole);
+            Best<float> full;
+            scan<float, false>(whole, tiles, 0, tiles.tiles, full);
+            for (int r = 0; r < count; r++) settle(open[from + r], full.who[r / 16][r % 16]);
+        }
+    };
+    for (size_t at = first; at < last; at += 32) {
+        int count = int(std::min<size_t>(32, last - at));
+        load_half(rows, nullptr, at, count, c, panel, err);
+        Best<float> best;
+        each_half(panel, c, [&](int column, V<float> score, int v) { best.see<true>(column, score, v); });
+        for (int v = 0; v < 2; v++) {
+            alignas(64) int32_t who[16];
+            *reinterpret_cast<I<float>*>(who) = best.who[v];
+            __mmask16 clear = _mm512_cmp_ps_mask((__m512)(best.second[v] - best.value[v]), (__m512)(2 * *reinterpret_cast<V<float>*>(err + v * 16)), _CMP_GT_OQ);
+            for (int r = 0; r < 16 && v * 16 + r < count; r++)
+                if (clear >> r & 1)
+                    settle(at + v * 16 + r, who[r]);
+                else
+                    open.push_back(at + v * 16 + r);
+        }
+        for (; open.size() >= 32; open.resize(open.size() - 32)) close(open.size() - 32, 32);
+    }
+    if (!open.empty()) close(0, int(open.size()));
+    _tile_release();
+    return again;
+}
+#endif
+
+// ---- what is exported
+
+template <class T>
+int64_t assign(const Rows<T>& rows, size_t n, const T* centres, int k, int32_t* labels, double* sum, double* weight, const T* weights,
+               [[maybe_unused]] int filter, int threads) {
+    Tiles<T> tiles(centres, k, rows.d, rows.shift);
+    Sums sums(k, rows.d, sum, weight, threads);
+    std::vector<int64_t> again(threads, 0);
+#if defined(__AMX_BF16__)
+    std::unique_ptr<HalfTiles> half;
+    if constexpr (sizeof(T) == 4)
+        if (filter && rows.column == 1 && may_use_tiles()) half = std::make_unique<HalfTiles>(centres, k, rows.d, rows.shift);
+#endif
+    parallel(threads, n, PANEL<T>, [&](int thread, size_t first, size_t last) {
+        double *s = sum ? sums.of(thread) : nullptr, *w = sum ? sums.weights(thread) : nullptr;
+        auto settle = [&](int64_t i, int32_t label) {
+            labels[i] = label;
+            if (!s) return;
+            double one = weights ? double(weights[i]) : 1.0;
+            add(rows, i, one, s + size_t(label) * rows.d);
+            w[label] += one;
+        };
+#if defined(__AMX_BF16__)
+        if constexpr (sizeof(T) == 4)
+            if (half) {
+                again[thread] += assign_half(rows, first, last, centres, tiles, *half, settle);
+                return;
+            }
+#endif
+        sweep<T, Best<T>>(
+            rows, first, last, tiles, [&](const T* panel, int from, int to, Best<T>& best) { scan<T, false>(panel, tiles, from, to, best); },
+            [&](size_t at, int count, const T*, Best<T>& best) {
+                for (int r = 0; r < count; r++) settle(at + r, int32_t(best.who[r / LANES<T>][r % LANES<T>]));
+            });
+        again[thread] += last - first;
+    });
+    if (sum) sums.join();
+    int64_t looked = 0;
+    for (auto a : again) looked += a;
+    return looked;
+}
+
+// Sort-inverse: rows in the order of their labels, so that every centroid is summed in one place.
+template <class T>
+void update(const Rows<T>& rows, size_t n, const int32_t* labels, int k, double* sum, double* weight, const T* weights, int threads) {
+    std::vector<int64_t> start(k + 1, 0), order(n);
+    for (size_t i = 0; i < n; i++) start[labels[i] + 1]++;
+    for (int i = 0; i < k; i++) start[i + 1] += start[i];
+    std::vector<int64_t> next(start.begin(), start.end() - 1);
+    for (size_t i = 0; i < n; i++) order[next[labels[i]]++] = i;
+    parallel(threads, k, 1, [&](int, size_t first, size_t last) {
+        for (size_t c = first; c < last; c++)
+            for (int64_t i = start[c]; i < start[c + 1]; i++) {
+                double one = weights ? double(weights[order[i]]) : 1.0;
+                add(rows, order[i], one, sum + c * rows.d);
+                weight[c] += one;
+            }
+    });
+}
+
+// Squared distance of each row to its own centroid, and their weighted sum.
+template <class T> double own(const Rows<T>& rows, size_t n, const T* centres, const int32_t* labels, const T* weights, T* out, int threads) {
+    std::vector<double> sums(threads, 0.0);
+    parallel(threads, n, 64, [&](int thread, size_t first, size_t last) {
+        double sum = 0;
+        for (size_t i = first; i < last; i++) {
+            T square = distance(rows, i, centres + size_t(labels[i]) * rows.d);
+            if (out) out[i] = square;
+            sum += (weights ? double(weights[i]) : 1.0) * double(square);
+        }
+        sums[thread] = sum;
+    });
+    double sum = 0;
+    for (double s : sums) sum += s;
+    return sum;
+}
+
+// k-means++: nearest (n,) becomes min(nearest, |x - centre|^2); weighted sums of every BLOCK rows of it into sums.
+constexpr int64_t BLOCK = 4096;
+template <class T> void take(const Rows<T>& rows, int64_t n, const T* centre, T* nearest, const T* weights, double* sums, int threads) {
+    parallel(threads, (n + BLOCK - 1) / BLOCK, 1, [&](int, size_t first, size_t last) {
+        for (size_t b = first; b < last; b++) {
+            double sum = 0;
+            for (int64_t i = b * BLOCK; i < std::min<int64_t>(n, (b + 1) * BLOCK); i++) {
+                nearest[i] = std::min(nearest[i], distance(rows, i, centre));
+                sum += (weights ? double(weights[i]) : 1.0) * double(nearest[i]);
+            }
+            sums[b] = sum;
+        }
+    });
+}
+
+// k-means++: weighted sum of min(nearest, |x - candidate|^2) for each of k candidates.
+template <class T>
+void potential(const Rows<T>& rows, size_t n, const T* candidates, int k, const T* nearest, const T* weights, double* out, int threads) {
+    Tiles<T> tiles(candidates, k, rows.d, rows.shift);
+    std::vector<std::vector<double>> sums(threads, std::vector<double>(k, 0.0));
+    constexpr int P = PANEL<T>;
+    parallel(threads, n, P, [&](int thread, size_t first, size_t last) {
+        Buffer<T> panel(size_t(P) * rows.d);
+        std::vector<V<T>> part(k);
+        for (size_t at = first; at < last; at += P) {
+            int count = int(std::min<size_t>(P, last - at));
+            load<T>(rows, nullptr, at, count, panel);
+            V<T> size[VECTORS] = {}, near[VECTORS] = {}, weight[VECTORS] = {};
+            for (int j = 0; j < rows.d; j++)
+                for (int v = 0; v < VECTORS; v++) {
+                    V<T> x = wide(panel + size_t(j) * P + v * LANES<T>);
+                    size[v] += x * x;
+                }
+            for (int r = 0; r < count; r++) near[r / LANES<T>][r % LANES<T>] = nearest[at + r], weight[r / LANES<T>][r % LANES<T>] = weights ? weights[at + r] : T(1);
+            each(panel.data, tiles, 0, tiles.tiles, [&](int column, auto& acc) {
+                constexpr int N = sizeof(acc) / sizeof(acc[0]);
+                for (int j = 0; j < N && column + j < k; j++)
+                    for (int v = 0; v < VECTORS; v++) part[column + j] += weight[v] * low<T>(near[v], high<T>(V<T>{}, size[v] + 2 * acc[j][v]));
+            });
+            if ((at - first) / P % 32 == 31 || at + P >= last)  // few enough for a float to add up
+                for (int j = 0; j < k; j++) sums[thread][j] += double(total<T>(part[j])), part[j] = V<T>{};
+        }
+    });
+    for (int j = 0; j < k; j++) {
+        out[j] = 0;
+        for (auto& s : sums) out[j] += s[j];
+    }
+}
+
+// The `many` nearest centroids of every row, nearest first: scores are turned into squared distances of the shifted data.
+template <class T>
+void nearest(const Rows<T>& rows, size_t n, const T* memory, int k, int many, int64_t* who, T* far, int threads) {
+    Tiles<T> tiles(memory, k, rows.d, rows.shift);
+    struct List {
+        std::vector<T> value;
+        std::vector<int64_t> who;
+        V<T> worst[VECTORS] = {all(FAR<T>), all(FAR<T>)};
+    };
+    parallel(threads, n, PANEL<T>, [&](int, size_t first, size_t last) {
+        sweep<T, List>(
+            rows, first, last, tiles,
+            [&](const T* panel, int from, int to, List& list) {
+                if (list.value.empty()) list.value.assign(size_t(PANEL<T>) * many, FAR<T>), list.who.assign(size_t(PANEL<T>) * many, -1);
+                each(panel, tiles, from, to, [&](int column, auto& acc) {
+                    constexpr int N = sizeof(acc) / sizeof(acc[0]);
+                    V<T> lowest[VECTORS] = {acc[0][0], acc[0][1]};
+                    for (int j = 1; j < N; j++) lowest[0] = low<T>(lowest[0], acc[j][0]), lowest[1] = low<T>(lowest[1], acc[j][1]);
+                    for (int v = 0; v < VECTORS; v++) {
+                        I<T> some = lowest[v] < list.worst[v];
+                        for (int lane = 0; lane < LANES<T>; lane++) {
+                            if (!some[lane]) continue;
+                            T* value = list.value.data() + size_t(v * LANES<T> + lane) * many;
+                            int64_t* name = list.who.data() + size_t(v * LANES<T> + lane) * many;
+                            for (int j = 0; j < N; j++) {
+                                T score = acc[j][v][lane];
+                                if (!(score < value[many - 1])) continue;
+                                int at = many - 1;
+                                for (; at > 0 && score < value[at - 1]; at--) value[at] = value[at - 1], name[at] = name[at - 1];
+                                value[at] = score, name[at] = column + j;
+                            }
+                            list.worst[v][lane] = value[many - 1];
+                        }
+                    }
+                });
+            },
+            [&](size_t at, int count, const T* panel, List& list) {
+                for (int r = 0; r < count; r++) {
+                    T norm = 0;
+                    for (int j = 0; j < rows.d; j++) norm += panel[size_t(j) * PANEL<T> + r] * panel[size_t(j) * PANEL<T> + r];
+                    for (int m = 0; m < many; m++) {
+                        who[(at + r) * many + m] = list.who[size_t(r) * many + m];
+                        far[(at + r) * many + m] = std::max(T(0), norm + 2 * list.value[size_t(r) * many + m]);
+                    }
+                }
+            });
+    });
+}
+
+// A step with bounds (Yinyang over groups of tiles): a row whose distance to its own centroid, grown by what that one moved, stays below every
+// group's bound, lowered by what the group moved at most, keeps its label unseen.  Bounds allow for the rounding of scores.
+//   edges (groups + 1): first tile of each group.  upper (n,), lower (n, groups): distances.  moved (k,): of the centroids since the last
+//   step.  sum, weight: kept up to date.  The first step (labels -1) looks at everything.  Returns how many (row, group) pairs were looked at.
+template <class T>
+int64_t bounded(const Rows<T>& rows, size_t n, const T* centres, int k, const int32_t* edges, int groups, int32_t* labels, T* upper, T* lower,
+                const T* moved, double* sum, double* weight, const T* weights, int threads) {
+    Tiles<T> tiles(centres, k, rows.d, rows.shift);
+    Sums sums(k, rows.d, sum, weight, threads);
+    std::vector<int> group(k);
+    std::vector<T> most(groups, T(0));
+    for (int g = 0; g < groups; g++)
+        for (int c = tiles.first(edges[g]); c < std::min(k, tiles.first(edges[g + 1])); c++) group[c] = g, most[g] = std::max(most[g], moved[c]);
+    const T eps = sizeof(T) == 4 ? T(6e-8) : T(1.2e-16), more = 1 + 4 * eps, less = 1 - 4 * eps;
+    std::vector<int64_t> looked(threads, 0);
+    constexpr int P = PANEL<T>;
+    constexpr size_t BLOCK = 16 * P;
+    parallel(threads, n, P, [&](int thread, size_t first, size_t last) {
+        double *s = sums.of(thread), *w = sums.weights(thread);
+        std::vector<std::vector<int64_t>> open(groups);
+        std::vector<T> score(BLOCK), size(BLOCK);
+        std::vector<int32_t> found(BLOCK);
+        Buffer<T> panel(size_t(P) * rows.d);
+        for (size_t at = first; at < last; at += BLOCK) {
+            size_t end = std::min(at + BLOCK, last);
+            for (auto& o : open) o.clear();
+            for (size_t i = at; i < end; i++) {
+                T* bound = lower + i * groups;
+                int32_t label = labels[i];
+                found[i - at] = -1, score[i - at] = FAR<T>;
+                if (label < 0) {
+                    for (auto& o : open) o.push_back(i);
+                    continue;
+                }
+                T closest = FAR<T>, u = (upper[i] + moved[label]) * more;
+                for (int g = 0; g < groups; g++) closest = std::min(closest, bound[g] = (bound[g] - most[g]) * (bound[g] > most[g] ? less : more));
+                if (u >= closest) u = std::sqrt(distance(rows, i, centres + size_t(label) * rows.d)) * (1 + eps * (rows.d + 4));
+                upper[i] = u;
+                if (u < closest) continue;
+                // its own group is looked at in any case, so that all scores that are compared come from one arithmetic
+                for (int g = 0; g < groups; g++)
+                    if (bound[g] <= u || g == group[label]) open[g].push_back(i);
+                found[i - at] = label;
+            }
+            for (size_t i = at; i < end; i++)
+                if (labels[i] < 0 || found[i - at] >= 0) {
+                    T norm = 0;
+                    const T* x = rows.x + i * rows.row;
+                    for (int j = 0; j < rows.d; j++) norm += (x[j * rows.column] - rows.shift[j]) * (x[j * rows.column] - rows.shift[j]);
+                    size[i - at] = norm, found[i - at] = -1;
+                }
+            auto err = [&](size_t i) { return 2 * eps * (rows.d + 8) * (size[i - at] + tiles.longest * tiles.longest); };
+            auto floor = [&](size_t i, T value) { return std::sqrt(std::max(T(0), size[i - at] + 2 * value - err(i))) * less; };
+            for (int g = 0; g < groups; g++)
+                for (size_t q = 0; q < open[g].size(); q += P) {
+                    int count = int(std::min<size_t>(P, open[g].size() - q));
+                    load<T>(rows, open[g].data() + q, 0, count, panel);
+                    Best<T> best;
+                    scan<T, true>(panel, tiles, edges[g], edges[g + 1], best);
+                    looked[thread] += count;
+                    for (int r = 0; r < count; r++) {
+                        size_t i = open[g][q + r];
+                        T value = best.value[r / LANES<T>][r % LANES<T>];
+                        int32_t who = int32_t(best.who[r / LANES<T>][r % LANES<T>]), before = found[i - at];
+                        T* bound = lower + i * groups;
+                        if (value < score[i - at] || (value == score[i - at] && who < before)) {
+                            if (before >= 0 && group[before] != g) bound[group[before]] = std::min(bound[group[before]], floor(i, score[i - at]));
+                            score[i - at] = value, found[i - at] = who;
+                            bound[g] = floor(i, best.second[r / LANES<T>][r % LANES<T>]);
+                        } else
+                            bound[g] = floor(i, value);
+                    }
+                }
+            for (size_t i = at; i < end; i++) {
+                int32_t now = found[i - at], before = labels[i];
+                if (now < 0) continue;
+                upper[i] = std::sqrt(std::max(T(0), size[i - at] + 2 * score[i - at] + err(i))) * more;
+                if (now == before) continue;
+                double one = weights ? double(weights[i]) : 1.0;
+                add(rows, i, one, s + size_t(now) * rows.d), w[now] += one;
+                if (before >= 0) add(rows, i, -one, s + size_t(before) * rows.d), w[before] -= one;
+                labels[i] = now;
+            }
+        }
+    });
+    sums.join();
+    int64_t pairs = 0;
+    for (auto l : looked) pairs += l;
+    return pairs;
+}
+
+// Lloyd's iterations of many small problems, each on one thread: x (problems, n, d), centres (problems, k, d) from start to end,
+// labels those of the final centres.  An empty cluster takes the row that is furthest from its centre.
+template <class T>
+void lloyd(const T* x, int64_t problems, int64_t n, int d, T* centres, int k, int iterations, const T* tol, int32_t* labels, double* inertia,
+           int32_t* done, int threads) {
+    parallel(threads, problems, 1, [&](int, size_t first, size_t last) {
+        std::vector<double> sum(size_t(k) * d), weight(k);
+        std::vector<T> shift(d), far(n);
+        for (size_t p = first; p < last; p++) {
+            const T* mine = x + p * n * d;
+            T* c = centres + p * k * d;
+            int32_t* l = labels + p * n;
+            std::fill(sum.begin(), sum.begin() + d, 0.0);
+            Rows<T> rows{mine, d, 1, shift.data(), d};
+            for (int64_t i = 0; i < n; i++) add(rows, i, 1.0 / double(n), sum.data());
+            for (int j = 0; j < d; j++) shift[j] = T(sum[j]);
+            int step = 0;
+            for (bool moving = true; moving && step < iterations; step++) {
+                std::fill(sum.begin(), sum.end(), 0.0), std::fill(weight.begin(), weight.end(), 0.0);
+                assign<T>(rows, n, c, k, l, sum.data(), weight.data(), nullptr, 0, 1);
+                if (std::find(weight.begin(), weight.end(), 0.0) != weight.end()) {
+                    own<T>(rows, n, c, l, nullptr, far.data(), 1);
+                    for (int i = 0; i < k; i++) {
+                        if (weight[i] > 0) continue;
+                        int64_t at = std::max_element(far.begin(), far.end()) - far.begin();
+                        add(rows, at, -1.0, &sum[size_t(l[at]) * d]), add(rows, at, 1.0, &sum[size_t(i) * d]);
+                        weight[l[at]] -= 1, weight[i] = 1, far[at] = 0;
+                    }
+                }
+                double moved = 0;
+                for (int i = 0; i < k; i++)
+                    for (int j = 0; weight[i] > 0 && j < d; j++) {
+                        T now = T(sum[size_t(i) * d + j] / weight[i]), gap = now - c[size_t(i) * d + j];
+                        moved += double(gap) * gap, c[size_t(i) * d + j] = now;
+                    }
+                moving = moved > double(tol[p]);
+            }
+            done[p] = step;
+            assign<T>(rows, n, c, k, l, nullptr, nullptr, nullptr, 0, 1);
+            inertia[p] = own<T>(rows, n, c, l, nullptr, nullptr, 1);
+        }
+    });
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define BOTH(T, suffix)                                                                                                                               \
+    EXPORT int64_t assign_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* centres, int k,                \
+                                   int32_t* labels, double* sum, double* weight, const T* weights, int filter, int threads) {                         \
+        return assign<T>({x, row, column, shift, d}, n, centres, k, labels, sum, weight, weights, filter, threads);                                   \
+    }                                                                                                                                                 \
+    EXPORT void update_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const int32_t* labels, int k, double* sum, double* weight, \
+                                const T* weights, int threads) {                                                                                      \
+        update<T>({x, row, column, nullptr, d}, n, labels, k, sum, weight, weights, threads);                                                         \
+    }                                                                                                                                                 \
+    EXPORT double own_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* centres, const int32_t* labels, const T* weights,  \
+                               T* out, int threads) {                                                                                                 \
+        return own<T>({x, row, column, nullptr, d}, n, centres, labels, weights, out, threads);                                                       \
+    }                                                                                                                                                 \
+    EXPORT void take_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* centre, T* nearest, const T* weights,               \
+                              double* sums, int threads) {                                                                                            \
+        take<T>({x, row, column, nullptr, d}, n, centre, nearest, weights, sums, threads);                                                            \
+    }                                                                                                                                                 \
+    EXPORT void potential_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* candidates, int k,             \
+                                   const T* nearest, const T* weights, double* out, int threads) {                                                    \
+        potential<T>({x, row, column, shift, d}, n, candidates, k, nearest, weights, out, threads);                                                   \
+    }                                                                                                                                                 \
+    EXPORT void nearest_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* memory, int k, int many,         \
+                                 int64_t* who, T* far, int threads) {                                                                                 \
+        nearest<T>({x, row, column, shift, d}, n, memory, k, many, who, far, threads);                                                                \
+    }                                                                                                                                                 \
+    EXPORT int64_t bounded_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* centres, int k,               \
+                                    const int32_t* edges, int groups, int32_t* labels, T* upper, T* lower, const T* moved, double* sum,               \
+                                    double* weight, const T* weights, int threads) {                                                                  \
+        return bounded<T>({x, row, column, shift, d}, n, centres, k, edges, groups, labels, upper, lower, moved, sum, weight, weights, threads);      \
+    }
+#define LLOYD(T, suffix)                                                                                                                              \
+    EXPORT void lloyd_##suffix(const T* x, int64_t problems, int64_t n, int d, T* centres, int k, int iterations, const T* tol, int32_t* labels,      \
+                               double* inertia, int32_t* done, int threads) {                                                                         \
+        lloyd<T>(x, problems, n, d, centres, k, iterations, tol, labels, inertia, done, threads);                                                     \
+    }
+LLOYD(float, f32)
+LLOYD(double, f64)
+BOTH(float, f32)
+BOTH(double, f64)
+
+EXPORT int columns() { return COLUMNS; }
+EXPORT int tail() { return TAIL; }
+EXPORT int half_products() {
+#if defined(__AMX_BF16__)
+    return may_use_tiles();
+#else
+    return 0;
+#endif
+}
+// Which of the libraries the machine can run; asked of the plainest one.
+EXPORT int level() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (wide && __builtin_cpu_supports("avx512bf16")) {
+        unsigned a = 7, b, c = 0, d;
+        __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+        if (d >> 22 & 1 && d >> 24 & 1) return 3;  // tiles of bfloat16
+    }
+    if (wide) return 2;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+    return 0;
+#endif
+}
