@@ -15,7 +15,7 @@ ALLOWED = {
     "parts": {"core"},
     "federated": {"core", "parts"},
     "adapters": {"core", "tasks"},  # export loads a pretrained model through tasks.build, lazily
-    "tasks": {"core", "parts", "adapters"},
+    "tasks": {"core", "parts", "adapters", "primitives"},
     "engines": {"core"},
     "primitives": set(),
     "report": {"core", "runner", "adapters"},

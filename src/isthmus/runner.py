@@ -229,6 +229,8 @@ def run(
 def split_table(task: Any) -> dict[str, Any]:
     """How many training rows of each label each client has."""
     labels = task.data.label if hasattr(task, "data") else task.y
+    if labels.dim() > 1:  # targets that are no labels
+        labels = torch.zeros(len(labels), dtype=torch.long)
     count = max(int(labels.max()) + 1, len(task.label_names))
     rows = [torch.bincount(labels[task.rows(c, "train")], minlength=count).tolist() for c in range(task.clients)]
     return {

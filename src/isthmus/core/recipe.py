@@ -38,7 +38,7 @@ class Open(BaseModel):
 
 
 class Task(Open):
-    """What is learned: "classification", "language", "digits", "pairs", or a registered one."""
+    """What is learned: "classification", "language", "digits", "pairs", "forecast", or a registered one."""
 
     kind: str = "classification"
 

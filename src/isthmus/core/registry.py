@@ -50,6 +50,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "classification": "isthmus.tasks.build:classification",
         "language": "isthmus.tasks.build:language",
         "digits": "isthmus.tasks.build:digits",
+        "forecast": "isthmus.tasks.forecast:forecast",
         "pairs": "isthmus.tasks.pairs:pairs",
     },
     "adapters": {

@@ -1,8 +1,8 @@
-"""Arrays with a small network of which everything trains: digits, and whatever fits ``functional_call``."""
+"""Arrays with a small network of which everything trains: digits, series, and whatever fits ``functional_call``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,15 +39,21 @@ class Convolutional(nn.Module):
         return self.head(F.max_pool2d(F.relu(self.two(F.relu(self.one(x)))), 2).flatten(1))
 
 
+def cross_entropy(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (B, labels) and labels (B,): loss (B,), accuracy (B,)."""
+    return F.cross_entropy(logits, y, reduction="none"), (logits.argmax(-1) == y).float()
+
+
 @dataclass
 class ArrayTask:
-    """Rows x (N, ...) with labels y (N,), and a network that trains as a whole.
+    """Rows x (N, ...) with targets y (N, ...), and a network that trains as a whole.
 
     Args:
         net: its parameters' names are the names that travel.
         x, y: every row of every client.
         train, test: row numbers of each client.
         private: patterns of names that stay with each client.
+        measure: outputs and targets of a batch to each row's loss and accuracy.
     """
 
     net: nn.Module
@@ -60,6 +66,7 @@ class ArrayTask:
     client_names: Sequence[str] = ()
     notes: Sequence[str] = ()
     vmappable: bool = True
+    measure: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy
 
     @property
     def clients(self) -> int:
@@ -80,9 +87,9 @@ class ArrayTask:
         return {n: p.detach().clone() for n, p in self.net.named_parameters()}
 
     def loss(self, params: Tensors, batch: Tensors) -> Tensor:
-        """Mean cross-entropy over the valid rows."""
-        logits = functional_call(self.net, {n: params[n] for n, _ in self.net.named_parameters()}, (batch["x"],))
-        each = F.cross_entropy(logits, batch["y"], reduction="none")
+        """Mean loss over the valid rows."""
+        out = functional_call(self.net, {n: params[n] for n, _ in self.net.named_parameters()}, (batch["x"],))
+        each, _ = self.measure(out, batch["y"])
         valid = batch["valid"].to(each.dtype)
         return (each * valid).sum() / valid.sum().clamp_min(1)
 
@@ -99,17 +106,13 @@ class ArrayTask:
     def score(self, params: Tensors, rows: Tensor, owner: Tensor | None = None) -> Tensors:
         """Per-row ``loss`` and ``accuracy``; every row weighs 1."""
         shape = {n: p.dim() for n, p in self.net.named_parameters()}
-        logits = torch.empty(len(rows), 0)
+        loss, accuracy = torch.empty(len(rows)), torch.empty(len(rows))
         for k in [None] if owner is None else owner.unique().tolist():
             mine = torch.ones(len(rows), dtype=torch.bool) if k is None else owner == k
             own = {n: params[n] if params[n].dim() == d else params[n][k or 0] for n, d in shape.items()}
-            got = functional_call(self.net, own, (self.x[rows[mine]],))
-            if not logits.numel():
-                logits = got.new_zeros(len(rows), got.shape[1])
-            logits[mine] = got
-        y = self.y[rows]
-        loss = F.cross_entropy(logits, y, reduction="none")
-        return {"loss": loss, "accuracy": (logits.argmax(1) == y).float(), "weight": torch.ones(len(rows))}
+            out = functional_call(self.net, own, (self.x[rows[mine]],))
+            loss[mine], accuracy[mine] = self.measure(out, self.y[rows[mine]])
+        return {"loss": loss, "accuracy": accuracy, "weight": torch.ones(len(rows))}
 
     def ranks(self) -> Tensor | None:
         """No adapter, no rank."""
