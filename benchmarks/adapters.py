@@ -95,8 +95,16 @@ TABLES: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     ),
     "banking": ("Banking77, Dirichlet 0.5", {"data.source": "banking77/train.csv", "data.label": "category", "data.limit": 1800}, CORE),
     "talk": ("Friends, six speakers, SmolLM2-135M", TALK, ("fedavg", "ffa_lora", *SYSTEMS)),
-    "20newsgroups-0.5": ("20 Newsgroups, 4,000 posts, Dirichlet 0.5", {"data.source": "20newsgroups", "partition.alpha": 0.5, "data.limit": 4000}, CORE),
-    "20newsgroups-0.1": ("20 Newsgroups, 4,000 posts, Dirichlet 0.1", {"data.source": "20newsgroups", "partition.alpha": 0.1, "data.limit": 4000}, CORE),
+    "20newsgroups-0.5": (
+        "20 Newsgroups, 2,000 posts, Dirichlet 0.5",
+        {"data.source": "20newsgroups", "partition.alpha": 0.5, "data.limit": 2000},
+        CORE,
+    ),
+    "20newsgroups-0.1": (
+        "20 Newsgroups, 2,000 posts, Dirichlet 0.1",
+        {"data.source": "20newsgroups", "partition.alpha": 0.1, "data.limit": 2000},
+        CORE,
+    ),
 }
 MANY_LABELS = ("r52-0.5", "r52-0.1", "languages", "banking", "20newsgroups-0.5", "20newsgroups-0.1")
 TUNED_ON_THEIR_OWN = ("mixed", "biases", "animals", "talk")

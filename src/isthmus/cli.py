@@ -237,6 +237,33 @@ def export(
         typer.echo(export_adapter(result, out or run / name, client, merge))
 
 
+@app.command()
+def certify(
+    run: RunFolder,
+    folds: Annotated[
+        int, typer.Option(min=0, help="Train again so many times, for the trained representation; 0: the pretrained one.")
+    ] = 0,
+    k: Annotated[int, typer.Option("-k", min=1, help="Neighbours.")] = 3,
+    delta: Annotated[float, typer.Option(help="The bound fails with at most this probability.")] = 0.05,
+    json_: Json = False,
+) -> None:
+    """An upper bound of the aggregated classifier's test error, from its training rows and unlabelled ones, in three measured terms."""
+    with _clear_errors():
+        from .certification import certify_run
+
+        say = (lambda text: None) if json_ else (lambda text: typer.echo(text, err=True))
+        found = certify_run(run, folds, k, delta, say)
+        if json_:
+            _print_json(found)
+            return
+        rows = [
+            [n, f"{100 * found[n]['measured']:.1f} %", f"{100 * found[n]['upper']:.1f} %"] for n in ("decoder", "agreement", "stability")
+        ]
+        _print_table(["term", "measured", "upper limit"], [*rows, ["bound", "", f"{100 * found['bound']:.1f} %"]])
+        typer.echo(f"\nmeasured on the {found['unlabelled']} test rows: {100 * found['test_error']:.1f} %")
+        typer.echo(f"page     {run / 'certificate.html'}")
+
+
 @app.command("list")
 def list_(
     json_: Json = False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,23 @@ class Native:
         sizes = ctypes.c_int64(x.shape[0]), ctypes.c_int64(x.shape[1]), x.shape[2]
         rest = _at(tol), _at(labels), _at(inertia), _at(done), n
         getattr(self._lib, f"lloyd_{'f32' if x.itemsize == 4 else 'f64'}")(_at(x), *sizes, _at(centres), centres.shape[1], max_iter, *rest)
+
+    def limits(self, n: int) -> tuple[float, float]:
+        """What the machine can do: multiply-adds in float32, flop/s, and reading, bytes/s."""
+        repeats, data = 20_000_000, np.ones(2**26, np.float32)
+        self._lib.flops_f32.restype = self._lib.read_f32.restype = ctypes.c_double
+        best = [np.inf, np.inf]
+        for _ in range(5):
+            for i, work in enumerate(
+                (
+                    lambda: self._lib.flops_f32(ctypes.c_int64(repeats), n),
+                    lambda: self._lib.read_f32(_at(data), ctypes.c_int64(len(data)), n),
+                )
+            ):
+                started = time.perf_counter()
+                work()
+                best[i] = min(best[i], time.perf_counter() - started)
+        return n * repeats * self._lib.flops_of_a_repeat() / best[0], data.nbytes / best[1]
 
     def tiles(self, k: int) -> Array:
         """First centre of each tile, and k: (tiles + 1,)."""

@@ -111,14 +111,16 @@ class _Problem:
         if shift is not None:
             self.shift = shift
             return
-        zero = np.zeros(self.rows, np.int32)
-        sums, counts = np.zeros((1, self.width)), np.zeros(1)
+        # the mean, by as many partial sums as keep all threads busy
+        parts = (np.arange(self.rows) * 16 // self.rows).astype(np.int32)
+        sums, counts = np.zeros((16, self.width)), np.zeros(16)
         for at, piece in data:
             if isinstance(data, _Outside) and not np.isfinite(piece).all():
                 raise ValueError("Input X contains NaN or infinity.")
-            self.lib.update(piece, zero[at], sums, counts, None, self.n)
-        self.shift = (sums[0] / counts[0]).astype(data.dtype)
-        self.variance = self.inertia(self.shift[None], zero, weighted=False) / self.rows / self.width
+            self.lib.update(piece, parts[at], sums, counts, None, self.n)
+        self.shift = (sums.sum(0) / self.rows).astype(data.dtype)
+        parts[:] = 0
+        self.variance = self.inertia(self.shift[None], parts, weighted=False) / self.rows / self.width
 
     def _weights(self, at: slice) -> Array | None:
         return None if self.weights is None else self.weights[at]
@@ -243,7 +245,7 @@ class _Forecast:
     keeps two scores: worth it once as much would have been saved (as in renting skis until the rents have reached the price).
     """
 
-    FIXED, PRICE, FILTERED, EVERY = 6000, 0.4, 3.5, 3  # measured: benchmarks/kmeans.py
+    FIXED, PRICE, EVERY = 6000, 0.4, 3  # measured: benchmarks/kmeans.py
 
     def __init__(self, problem: _Problem, k: int, seed: int) -> None:
         self.problem, self.saved = problem, 0.0
@@ -255,15 +257,14 @@ class _Forecast:
 
     def pays(self, step: int, before: Array, after: Array) -> bool:
         """Whether to switch after this step, which moved the centres from ``before``."""
-        if not self.worth or step % self.EVERY:
+        if not self.worth or step % self.EVERY or self.problem.filtered(len(before)):  # beside that filter they never paid
             return False
-        faster = self.FILTERED if self.problem.filtered(len(before)) else 1.0
         tried = _Bounds(self.sample, before)
         for centres in (before, after):
             tried.assign(centres, np.empty(self.sample.rows, np.int32))
         # bounds loosen from step to step: what is looked at first doubles
-        self.saved += self.EVERY * max(0.0, 1 - faster * (2 * tried.looked + self.FIXED / (len(before) * self.problem.width)))
-        return self.saved > self.PRICE * faster
+        self.saved += self.EVERY * max(0.0, 1 - 2 * tried.looked - self.FIXED / (len(before) * self.problem.width))
+        return self.saved > self.PRICE
 
 
 class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, BaseEstimator):
@@ -349,9 +350,7 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Ba
         """Number of the nearest centre of each row of X (n, d): (n,) int32."""
         check_is_fitted(self)
         data = self._data(X, reset=False)
-        labels = np.empty(data.shape[0], np.int32)
-        _Problem(data, None, self.n_threads).assign(self.cluster_centers_.astype(data.dtype), labels, sum_too=False)
-        return labels
+        return self._labels(data)[2]
 
     def transform(self, X: ArrayLike) -> Array:
         """Distances of X (n, d) to the centres, (n, K)."""
@@ -367,10 +366,17 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Ba
             if sample_weight is None
             else _check_sample_weight(sample_weight, np.empty((data.shape[0], 1), data.dtype), dtype=data.dtype)
         )
-        problem, labels = _Problem(data, weights, self.n_threads), np.empty(data.shape[0], np.int32)
-        centres = self.cluster_centers_.astype(data.dtype)
-        problem.assign(centres, labels, sum_too=False)
+        problem, centres, labels = self._labels(data, weights)
         return -problem.inertia(centres, labels)
+
+    def _labels(self, data: _Inside | _Outside, weights: Array | None = None) -> tuple[_Problem, Array, Array]:
+        centres, labels = self.cluster_centers_.astype(data.dtype), np.empty(data.shape[0], np.int32)
+        for _, piece in data if isinstance(data, _Outside) else ():
+            if not np.isfinite(piece).all():
+                raise ValueError("Input X contains NaN or infinity.")
+        problem = _Problem(data, weights, self.n_threads, centres.mean(0))
+        problem.assign(centres, labels, sum_too=False)
+        return problem, centres, labels
 
     def _check(self) -> None:
         for name, least in (("n_clusters", 1), ("max_iter", 1)):

@@ -182,3 +182,47 @@ def metric(rows: list[dict[str, Any]], name: str, label: str) -> str | None:
         axes.set(xlabel="round", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return out[0]
+
+
+def certificates(found: dict[str, dict[str, Any]]) -> str:
+    """Bars of three terms for each name: what was measured (full) and what the confidence adds (pale), and the test error as a mark.
+
+    ``found``: name to a certificate's document with ``decoder``, ``agreement``, ``stability`` (each ``measured`` and ``upper``), ``bound``, and
+    ``test_error`` where it is known.
+    """
+    names = list(found)
+    with figure(height=max(2.2, 0.42 * len(names) + 1.2)) as (axes, out):
+        left = [0.0] * len(names)
+        for i, term in enumerate(("decoder", "agreement", "stability")):
+            for part, alpha in (("measured", 1.0), ("upper", 0.35)):
+                wide = [
+                    100
+                    * (found[n][term]["measured"] if part == "measured" else max(0.0, found[n][term]["upper"] - found[n][term]["measured"]))
+                    for n in names
+                ]
+                label = {
+                    "decoder": "k-NN decoder error",
+                    "agreement": "decoder and network differ",
+                    "stability": "retrained network differs",
+                }
+                axes.barh(range(len(names)), wide, left=left, color=COLOURS[i], alpha=alpha, label=label[term] if alpha == 1.0 else None)
+                left = [a + b for a, b in zip(left, wide, strict=True)]
+        for i, n in enumerate(names):
+            if found[n].get("test_error") is not None:
+                axes.plot(
+                    [100 * found[n]["test_error"]] * 2,
+                    [i - 0.4, i + 0.4],
+                    color="#202020",
+                    linewidth=2,
+                    label="test error" if i == 0 else None,
+                )
+        axes.set(
+            yticks=range(len(names)),
+            yticklabels=names,
+            xlabel="error, % (pale: what the confidence adds)",
+            xlim=(0, min(100, max(left) * 1.05)),
+        )
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.legend(fontsize=8)
+    return out[0]

@@ -114,6 +114,23 @@ class ArrayTask:
             loss[mine], accuracy[mine] = self.measure(out, self.y[rows[mine]])
         return {"loss": loss, "accuracy": accuracy, "weight": torch.ones(len(rows))}
 
+    @torch.no_grad()
+    def represent(self, params: Tensors, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What the network's ``head`` sees of the rows ``rows`` (n,), (n, width), and predicted labels (n,).
+
+        Raises:
+            ValueError: for a network without a ``head``.
+        """
+        if not hasattr(self.net, "head"):
+            raise ValueError("only classifiers have a last hidden layer and labels")
+        seen: list[Tensor] = []
+        handle = self.net.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # type: ignore[union-attr]
+        try:
+            out = functional_call(self.net, {n: params[n] for n, _ in self.net.named_parameters()}, (self.x[rows],))
+        finally:
+            handle.remove()
+        return seen[0], out.argmax(1)
+
     def ranks(self) -> Tensor | None:
         """No adapter, no rank."""
         return None

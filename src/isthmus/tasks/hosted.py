@@ -197,3 +197,22 @@ class HostTask:
             for n, t in self._run(params, who[chunk], clients, rows[chunk]).items():
                 out.setdefault(n, torch.zeros(len(rows)))[chunk] = t
         return out
+
+    @torch.no_grad()
+    def represent(self, params: Tensors, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Last hidden layer (n, width) of the rows ``rows`` (n,), and predicted labels (n,), of one model.
+
+        Raises:
+            ValueError: for a head that does not classify.
+        """
+        pool, logits = getattr(self.head, "pool", None), getattr(self.head, "logits", None)
+        if pool is None or logits is None:
+            raise ValueError("only classifiers have a last hidden layer and labels")
+        hidden, labels = torch.zeros(len(rows), self.host.width), torch.zeros(len(rows), dtype=torch.long)
+        for chunk in self._chunks(rows):
+            at = rows[chunk]
+            ids, mask = self.data.take(at, self.buckets)
+            mine = Rows.of(torch.zeros(len(at), dtype=torch.long), 1)
+            states = self.host.hidden(params, mine, ids, mask, self._start(at, mask.shape[1]))
+            hidden[chunk], labels[chunk] = pool(states, mask), logits(params, states, mask, mine).argmax(1)
+        return hidden, labels

@@ -797,6 +797,34 @@ void lloyd(const T* x, int64_t problems, int64_t n, int d, T* centres, int k, in
     });
 }
 
+// What the machine can do, to hold the kernels against: multiply-adds in registers, and reading.
+template <class T> double flops(int64_t repeats, int threads) {
+    std::vector<double> sums(threads);
+    parallel(threads, size_t(threads), 1, [&](int thread, size_t, size_t) {
+        V<T> acc[COLUMNS][VECTORS], x = all(T(1) / T(repeats + 3)), y = all(T(0.999));
+        for (int j = 0; j < COLUMNS; j++) acc[j][0] = acc[j][1] = all(T(j));
+        for (int64_t i = 0; i < repeats; i++) {
+#pragma GCC unroll 12
+            for (int j = 0; j < COLUMNS; j++) acc[j][0] = acc[j][0] * y + x, acc[j][1] = acc[j][1] * y + x;
+        }
+        for (int j = 0; j < COLUMNS; j++) sums[thread] += double(total<T>(acc[j][0] + acc[j][1]));
+    });
+    double sum = 0;
+    for (double s : sums) sum += s;
+    return sum;
+}
+
+double read_all(const float* x, size_t n, int threads) {
+    std::vector<float> sums(threads);
+    parallel(threads, n, 1024, [&](int thread, size_t first, size_t last) {
+        V<float> sum[4] = {};
+        for (size_t i = first; i + 4 * LANES<float> <= last; i += 4 * LANES<float>)
+            for (int j = 0; j < 4; j++) sum[j] += wide(x + i + j * LANES<float>);
+        sums[thread] = total<float>(sum[0] + sum[1] + sum[2] + sum[3]);
+    });
+    return sums[0];
+}
+
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -840,6 +868,9 @@ LLOYD(double, f64)
 BOTH(float, f32)
 BOTH(double, f64)
 
+EXPORT double flops_f32(int64_t repeats, int threads) { return flops<float>(repeats, threads); }
+EXPORT double read_f32(const float* x, int64_t n, int threads) { return read_all(x, n, threads); }
+EXPORT int64_t flops_of_a_repeat() { return 2 * COLUMNS * VECTORS * LANES<float>; }
 EXPORT int columns() { return COLUMNS; }
 EXPORT int tail() { return TAIL; }
 EXPORT int half_products() {
