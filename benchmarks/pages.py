@@ -2,8 +2,8 @@
 
     python benchmarks/pages.py
 
-A page says ``<!-- table NAME: columns; methods -->`` (both lists may be left out) and ``<!-- end -->`` after it; what stands between is
-written from results/.  A test holds pages and results together.
+A page says ``<!-- table NAME: columns; methods -->`` (both lists may be left out) or ``<!-- primitive NAME -->``, and ``<!-- end -->`` after
+it; what stands between is written from results/.  A test holds pages and results together.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import math
 import re
 from pathlib import Path
 
+import primitive_pages
+
 from isthmus.core import recipe
 from isthmus.report import plots
 from isthmus.report.progress import size
@@ -20,7 +22,7 @@ from isthmus.report.progress import size
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, IMAGES = ROOT / "results", ROOT / "docs" / "img"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MARKER = re.compile(r"(<!-- (table|grid|speed|fields)([^>]*?) -->\n).*?(<!-- end -->)", re.S)
+MARKER = re.compile(r"(<!-- (table|grid|speed|fields|primitive)([^>]*?) -->\n).*?(<!-- end -->)", re.S)
 
 
 def plus(row: dict, name: str) -> str:
@@ -108,6 +110,8 @@ def filled(text: str) -> str:
         head, kind, rest, end = match.groups()
         if kind in ("speed", "fields"):
             return head + (speed() if kind == "speed" else fields()) + end
+        if kind == "primitive":
+            return head + primitive_pages.TABLES[rest.strip()]() + end
         name, _, options = rest.strip().partition(":")
         columns, _, methods = options.partition(";")
         split = lambda text: [x.strip() for x in text.split(",") if x.strip()]
@@ -169,7 +173,7 @@ def pictures() -> dict[str, str]:
     if "recall" in found:
         share = found["recall"]["retention_by_rank_of_strength"]
         out["fedrecall_retention"] = lines({"share that came back": share}, "direction, strongest first", "retention")
-    return {n: svg for n, svg in out.items() if svg}
+    return {n: svg for n, svg in out.items() if svg} | primitive_pages.pictures()
 
 
 def lines(series: dict[str, list[float]], x: str, y: str) -> str:

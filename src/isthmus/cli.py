@@ -264,6 +264,22 @@ def certify(
         typer.echo(f"page     {run / 'certificate.html'}")
 
 
+@app.command()
+def quality(run: RunFolder, json_: Json = False) -> None:
+    """How noisy each client's labels are, relative to the quietest client; the loudest first."""
+    with _clear_errors():
+        from .quality import quality_of_run
+
+        found = quality_of_run(run)
+        if json_:
+            _print_json(found)
+            return
+        _print_table(
+            ["client", "training rows", "noise", "quiet with probability"],
+            [[r["client"], str(r["rows"]), f"{r['scale']:.2f}", f"{r['quiet']:.2f}"] for r in found],
+        )
+
+
 @app.command("list")
 def list_(
     json_: Json = False,

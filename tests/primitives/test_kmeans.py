@@ -122,9 +122,10 @@ def test_bounds_skip_most_of_what_is_settled():
         pytest.skip("no bounds in NumPy")
     start = KMeans(64, random_state=0, n_init=1).fit(x).cluster_centers_
     bounds = module._Bounds(problem, start)
-    bounds.assign(start, np.empty(len(x), np.int32))
+    places = np.full(len(x), -1, np.int32)
+    assert bounds.assign(start, places)[2] == len(x)
     assert bounds.looked == 1.0
-    bounds.assign((start + 0.01).astype(np.float32), np.empty(len(x), np.int32))
+    bounds.assign((start + 0.01).astype(np.float32), places)
     assert bounds.looked < 0.05
 
 

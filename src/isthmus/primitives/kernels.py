@@ -67,9 +67,14 @@ class Native:
     def assign(
         self, x: Array, shift: Array, centres: Array, labels: Array, sums: Array | None, counts: Array | None, weights: Array | None,
         filtered: bool, n: int,
-    ) -> int:  # fmt: skip
-        """Nearest centre of each row into labels (n,), int32; sums too unless None.  Returns rows that were scanned in full precision."""
-        return self._call("assign", x, shift, centres, len(centres), labels, sums, counts, weights, int(filtered), n)
+    ) -> tuple[int, int]:  # fmt: skip
+        """Nearest centre of each row into labels (n,), int32; sums too unless None.
+
+        Returns the number of rows whose label is another than before, and of those that were scanned in full precision.
+        """
+        changed = np.zeros(1, np.int64)
+        looked = self._call("assign", x, shift, centres, len(centres), labels, sums, counts, weights, int(filtered), changed, n)
+        return int(changed[0]), looked
 
     def update(self, x: Array, labels: Array, sums: Array, counts: Array, weights: Array | None, n: int) -> None:
         """Sums of the rows of each label, row by row in their labels' order."""
@@ -100,10 +105,12 @@ class Native:
     def bounded(
         self, x: Array, shift: Array, centres: Array, edges: Array, labels: Array, upper: Array, lower: Array, moved: Array, sums: Array,
         counts: Array, weights: Array | None, n: int,
-    ) -> int:  # fmt: skip
-        """A step with bounds; see the source.  Returns pairs of row and group that were looked at."""
-        rest = labels, upper, lower, moved, sums, counts, weights, n
-        return self._call("bounded", x, shift, centres, len(centres), edges, len(edges) - 1, *rest)
+    ) -> tuple[int, int]:  # fmt: skip
+        """A step with bounds; see the source.  Returns the rows whose label changed, and the pairs of row and group that were looked at."""
+        changed = np.zeros(1, np.int64)
+        rest = labels, upper, lower, moved, sums, counts, weights, changed, n
+        looked = self._call("bounded", x, shift, centres, len(centres), edges, len(edges) - 1, *rest)
+        return int(changed[0]), looked
 
     def lloyd(self, x: Array, centres: Array, max_iter: int, tol: Array, labels: Array, inertia: Array, done: Array, n: int) -> None:
         """Whole fits of many small problems: x (problems, n, d) and centres (problems, k, d) in C order, tol (problems,) of their type."""
@@ -147,15 +154,17 @@ class Plain:
     def assign(
         self, x: Array, shift: Array, centres: Array, labels: Array, sums: Array | None, counts: Array | None, weights: Array | None,
         filtered: bool, n: int,
-    ) -> int:  # fmt: skip
+    ) -> tuple[int, int]:  # fmt: skip
         """As `Native.assign`."""
-        c = centres - shift
+        c, changed = centres - shift, 0
         half = (c.astype(np.float64) ** 2).sum(1) / 2
         for rows in self._blocks(x, len(c)):
-            labels[rows] = (half - (x[rows] - shift) @ c.T).argmin(1)
+            now = (half - (x[rows] - shift) @ c.T).argmin(1)
+            changed += int((labels[rows] != now).sum())
+            labels[rows] = now
         if sums is not None and counts is not None:
             self.update(x, labels, sums, counts, weights, n)
-        return len(x)
+        return changed, len(x)
 
     def update(self, x: Array, labels: Array, sums: Array, counts: Array, weights: Array | None, n: int) -> None:
         """As `Native.update`."""

@@ -112,7 +112,7 @@ class _Problem:
             self.shift = shift
             return
         # the mean, by as many partial sums as keep all threads busy
-        parts = (np.arange(self.rows) * 16 // self.rows).astype(np.int32)
+        parts = np.repeat(np.arange(16, dtype=np.int32), -(-self.rows // 16))[: self.rows]
         sums, counts = np.zeros((16, self.width)), np.zeros(16)
         for at, piece in data:
             if isinstance(data, _Outside) and not np.isfinite(piece).all():
@@ -125,20 +125,21 @@ class _Problem:
     def _weights(self, at: slice) -> Array | None:
         return None if self.weights is None else self.weights[at]
 
-    def assign(self, centres: Array, labels: Array, sum_too: bool = True) -> tuple[Array, Array]:
-        """Labels (n,), and sums (k, d) and weights (k,) of the rows that have them."""
+    def assign(self, centres: Array, labels: Array, sum_too: bool = True) -> tuple[Array, Array, int]:
+        """Labels (n,) are brought up to date: sums (k, d) and weights (k,) of the rows that have them, and how many changed."""
         sums, counts = np.zeros((len(centres), self.width)), np.zeros(len(centres))
         sort = sums.nbytes > _SORT
-        filtered, looked = self.filtered(len(centres)), 0
+        filtered, looked, changed = self.filtered(len(centres)), 0, 0
         for at, piece in self.data:
             fused = sum_too and not sort
             into = sums if fused else None, counts if fused else None
-            looked += self.lib.assign(piece, self.shift, centres, labels[at], into[0], into[1], self._weights(at), filtered, self.n)
+            found = self.lib.assign(piece, self.shift, centres, labels[at], into[0], into[1], self._weights(at), filtered, self.n)
+            changed, looked = changed + found[0], looked + found[1]
             if sum_too and sort:
                 self.lib.update(piece, labels[at], sums, counts, self._weights(at), self.n)
         if filtered and looked > self.rows / 4:
             self.filter = False
-        return sums, counts
+        return sums, counts, changed
 
     def filtered(self, k: int) -> bool:
         """Whether products of bfloat16 settle most rows."""
@@ -155,8 +156,6 @@ class _Problem:
     def relocate(self, centres: Array, labels: Array, sums: Array, counts: Array) -> tuple[Array, Array]:
         """Sums and weights where each empty cluster has the row that is furthest from its centre."""
         empty = np.flatnonzero(counts == 0)
-        if not len(empty):
-            return sums, counts
         sums, counts = sums.copy(), counts.copy()
         far = np.empty(self.rows, self.data.dtype)
         self.inertia(centres, labels, far, weighted=False)
@@ -180,37 +179,44 @@ class _Problem:
 
 
 class _Bounds:
-    """Steps that skip what cannot have changed.  Centres are ordered so that near ones share a group; the outside sees the usual order."""
+    """Steps that skip what cannot have changed.
+
+    Near centres share a group, so centres stand in an order of their own: what is at place p here is number order[p] outside.  Labels are
+    places while it lasts.
+    """
 
     def __init__(self, problem: _Problem, centres: Array) -> None:
         lib = problem.lib
         assert isinstance(lib, kernels.Native)
-        self.problem = problem
-        self.order = _by_place(centres)
+        self.problem, self.lib = problem, lib
+        self.order = _by_place(centres).astype(np.int32)
         self.edges = _edges(lib, len(centres), problem.width)
-        self.labels = np.full(problem.rows, -1, np.int32)
         self.upper = np.zeros(problem.rows, problem.data.dtype)
         self.lower = np.zeros((problem.rows, len(self.edges) - 1), problem.data.dtype)
         self.sums, self.counts = np.zeros((len(centres), problem.width)), np.zeros(len(centres))
         self.before = centres
         self.looked, self.steps = 1.0, 0
 
-    def assign(self, centres: Array, labels: Array) -> tuple[Array, Array]:
-        """As `_Problem.assign`."""
-        problem, lib = self.problem, self.problem.lib
-        assert isinstance(lib, kernels.Native)
-        moved = _distance(centres, self.before)[self.order].astype(problem.data.dtype) * problem.data.dtype.type(1 + 1e-6)
-        mine, looked = np.ascontiguousarray(centres[self.order]), 0
+    def assign(self, centres: Array, labels: Array) -> tuple[Array, Array, int]:
+        """As `_Problem.assign`, with places as labels; the first time it gets numbers."""
+        problem, type_ = self.problem, self.problem.data.dtype.type
+        moved = _distance(centres, self.before)[self.order].astype(type_) * type_(1 + 1e-6)
+        mine, changed, looked = np.ascontiguousarray(centres[self.order]), 0, 0
+        first = labels.copy() if self.steps == 0 else None
+        if first is not None:
+            labels[:] = -1
         for at, piece in problem.data:
-            looked += lib.bounded(
-                piece, problem.shift, mine, self.edges, self.labels[at], self.upper[at], self.lower[at], moved, self.sums, self.counts,
+            found = self.lib.bounded(
+                piece, problem.shift, mine, self.edges, labels[at], self.upper[at], self.lower[at], moved, self.sums, self.counts,
                 problem._weights(at), problem.n,
             )  # fmt: skip
+            changed, looked = changed + found[0], looked + found[1]
+        if first is not None:
+            changed = int(np.count_nonzero(self.order[labels] != first))
         self.before, self.looked, self.steps = centres, looked / problem.rows / (len(self.edges) - 1), self.steps + 1
-        labels[:] = self.order[self.labels]
         sums, counts = np.empty_like(self.sums), np.empty_like(self.counts)
         sums[self.order], counts[self.order] = self.sums, self.counts
-        return sums, np.where(np.abs(counts) < 1e-9 * max(1.0, counts.max()), 0.0, counts)
+        return sums, np.where(np.abs(counts) < 1e-9 * max(1.0, counts.max()), 0.0, counts), changed
 
 
 def _distance(a: Array, b: Array) -> Array:
@@ -235,7 +241,7 @@ def _by_place(centres: Array) -> Array:
 def _edges(lib: kernels.Native, k: int, width: int) -> Array:
     """First tile of each group, (groups + 1,): so many groups that bounds stay under a tenth of the data."""
     tiles = len(lib.tiles(k)) - 1
-    return np.unique(np.linspace(0, tiles, min(tiles, max(1, width // 10 - 1)) + 1).astype(np.int32))
+    return np.unique(np.linspace(0, tiles, min(tiles, max(1, width // 10 - 2)) + 1).astype(np.int32))
 
 
 class _Forecast:
@@ -259,9 +265,9 @@ class _Forecast:
         """Whether to switch after this step, which moved the centres from ``before``."""
         if not self.worth or step % self.EVERY or self.problem.filtered(len(before)):  # beside that filter they never paid
             return False
-        tried = _Bounds(self.sample, before)
+        tried, places = _Bounds(self.sample, before), np.empty(self.sample.rows, np.int32)
         for centres in (before, after):
-            tried.assign(centres, np.empty(self.sample.rows, np.int32))
+            tried.assign(centres, places)
         # bounds loosen from step to step: what is looked at first doubles
         self.saved += self.EVERY * max(0.0, 1 - 2 * tried.looked - self.FIXED / (len(before) * self.problem.width))
         return self.saved > self.PRICE
@@ -423,22 +429,24 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Ba
         return plus_plus(x, k, random, weights, problem.n)
 
     def _lloyd(self, problem: _Problem, centres: Array, tol: float, seed: int) -> tuple[float, Array, Array, int]:
-        labels, before = np.full(problem.rows, -1, np.int32), np.full(problem.rows, -2, np.int32)
+        labels = np.full(problem.rows, -1, np.int32)
         native = isinstance(problem.lib, kernels.Native)
         bounds: _Bounds | None = None
         forecast = _Forecast(problem, len(centres), seed) if self.algorithm == "auto" else None
         step, settled = 0, False
         for step in range(1, self.max_iter + 1):
-            sums, counts = bounds.assign(centres, labels) if bounds else problem.assign(centres, labels)
-            after = problem.average(centres, *problem.relocate(centres, labels, sums, counts))
+            sums, counts, changed = (bounds or problem).assign(centres, labels)
+            if (counts == 0).any():
+                sums, counts = problem.relocate(centres, bounds.order[labels] if bounds else labels, sums, counts)
+            after = problem.average(centres, sums, counts)
             moved = float((_distance(after, centres) ** 2).sum())
             if self.verbose:
                 print(f"step {step}: centres moved {moved:.6g}" + (f", bounds looked at {bounds.looked:.1%}" if bounds else ""))
-            settled = np.array_equal(labels, before)
+            settled = changed == 0
             if settled:
                 break
-            before[:] = labels
             if bounds and forecast and bounds.steps > 1 and bounds.looked > 0.8:
+                labels[:] = bounds.order[labels]
                 bounds = None
             elif not bounds and native and (forecast.pays(step, centres, after) if forecast else self.algorithm == "bounds"):
                 bounds = _Bounds(problem, after)

@@ -432,14 +432,13 @@ int64_t assign_half(const Rows<float>& rows, size_t first, size_t last, const fl
     Buffer<uint32_t> panel(size_t(c.wide) * 512);
     Buffer<float> whole(size_t(32) * rows.d);
     std::vector<int64_t> open;
+    std::vector<float> reach;                     // of each open row: scores up to this may belong to its nearest
     std::vector<std::pair<int, int>> candidates;  // lane, centroid
     alignas(64) float err[32], limit[32];
     int64_t again = 0;
     auto close = [&](size_t from, int count) {
         load_half(rows, open.data() + from, 0, count, c, panel, err);
-        Best<float> best;
-        each_half(panel, c, [&](int, V<float> score, int v) { best.value[v] = low<float>(best.value[v], score); });
-        for (int r = 0; r < 32; r++) limit[r] = best.value[r / 16][r % 16] + 2 * err[r];
+        for (int r = 0; r < 32; r++) limit[r] = r < count ? reach[from + r] : -FAR<float>;
         candidates.clear();
         const size_t most = 8 * count;
         each_half(panel, c, [&](int column, V<float> score, int v) {
@@ -451,7 +450,6 @@ int64_t assign_half(const Rows<float>& rows, size_t first, size_t last, const fl
             int32_t who[32];
             std::fill(closest, closest + 32, FAR<float>);
             for (auto [lane, column] : candidates) {  // columns ascend: the lowest number wins
-                if (lane >= count) continue;
                 float square = distance(rows, open[from + lane], centres + size_t(column) * rows.d);
                 if (square < closest[lane]) closest[lane] = square, who[lane] = column;
             }
@@ -472,14 +470,16 @@ int64_t assign_half(const Rows<float>& rows, size_t first, size_t last, const fl
         for (int v = 0; v < 2; v++) {
             alignas(64) int32_t who[16];
             *reinterpret_cast<I<float>*>(who) = best.who[v];
-            __mmask16 clear = _mm512_cmp_ps_mask((__m512)(best.second[v] - best.value[v]), (__m512)(2 * *reinterpret_cast<V<float>*>(err + v * 16)), _CMP_GT_OQ);
+            V<float> edge = best.value[v] + 2 * *reinterpret_cast<V<float>*>(err + v * 16);
+            _mm512_store_ps(limit + v * 16, (__m512)edge);
+            __mmask16 clear = _mm512_cmp_ps_mask((__m512)best.second[v], (__m512)edge, _CMP_GT_OQ);
             for (int r = 0; r < 16 && v * 16 + r < count; r++)
                 if (clear >> r & 1)
                     settle(at + v * 16 + r, who[r]);
                 else
-                    open.push_back(at + v * 16 + r);
+                    open.push_back(at + v * 16 + r), reach.push_back(limit[v * 16 + r]);
         }
-        for (; open.size() >= 32; open.resize(open.size() - 32)) close(open.size() - 32, 32);
+        for (; open.size() >= 32; open.resize(open.size() - 32), reach.resize(open.size())) close(open.size() - 32, 32);
     }
     if (!open.empty()) close(0, int(open.size()));
     _tile_release();
@@ -491,10 +491,10 @@ int64_t assign_half(const Rows<float>& rows, size_t first, size_t last, const fl
 
 template <class T>
 int64_t assign(const Rows<T>& rows, size_t n, const T* centres, int k, int32_t* labels, double* sum, double* weight, const T* weights,
-               [[maybe_unused]] int filter, int threads) {
+               [[maybe_unused]] int filter, int64_t* changed, int threads) {
     Tiles<T> tiles(centres, k, rows.d, rows.shift);
     Sums sums(k, rows.d, sum, weight, threads);
-    std::vector<int64_t> again(threads, 0);
+    std::vector<int64_t> again(threads, 0), other(threads, 0);
 #if defined(__AMX_BF16__)
     std::unique_ptr<HalfTiles> half;
     if constexpr (sizeof(T) == 4)
@@ -503,6 +503,7 @@ int64_t assign(const Rows<T>& rows, size_t n, const T* centres, int k, int32_t* 
     parallel(threads, n, PANEL<T>, [&](int thread, size_t first, size_t last) {
         double *s = sum ? sums.of(thread) : nullptr, *w = sum ? sums.weights(thread) : nullptr;
         auto settle = [&](int64_t i, int32_t label) {
+            other[thread] += labels[i] != label;
             labels[i] = label;
             if (!s) return;
             double one = weights ? double(weights[i]) : 1.0;
@@ -525,7 +526,10 @@ int64_t assign(const Rows<T>& rows, size_t n, const T* centres, int k, int32_t* 
     });
     if (sum) sums.join();
     int64_t looked = 0;
-    for (auto a : again) looked += a;
+    for (int t = 0; t < threads; t++) {
+        looked += again[t];
+        if (changed) *changed += other[t];
+    }
     return looked;
 }
 
@@ -668,7 +672,7 @@ void nearest(const Rows<T>& rows, size_t n, const T* memory, int k, int many, in
 //   step.  sum, weight: kept up to date.  The first step (labels -1) looks at everything.  Returns how many (row, group) pairs were looked at.
 template <class T>
 int64_t bounded(const Rows<T>& rows, size_t n, const T* centres, int k, const int32_t* edges, int groups, int32_t* labels, T* upper, T* lower,
-                const T* moved, double* sum, double* weight, const T* weights, int threads) {
+                const T* moved, double* sum, double* weight, const T* weights, int64_t* changed, int threads) {
     Tiles<T> tiles(centres, k, rows.d, rows.shift);
     Sums sums(k, rows.d, sum, weight, threads);
     std::vector<int> group(k);
@@ -676,7 +680,7 @@ int64_t bounded(const Rows<T>& rows, size_t n, const T* centres, int k, const in
     for (int g = 0; g < groups; g++)
         for (int c = tiles.first(edges[g]); c < std::min(k, tiles.first(edges[g + 1])); c++) group[c] = g, most[g] = std::max(most[g], moved[c]);
     const T eps = sizeof(T) == 4 ? T(6e-8) : T(1.2e-16), more = 1 + 4 * eps, less = 1 - 4 * eps;
-    std::vector<int64_t> looked(threads, 0);
+    std::vector<int64_t> looked(threads, 0), other(threads, 0);
     constexpr int P = PANEL<T>;
     constexpr size_t BLOCK = 16 * P;
     parallel(threads, n, P, [&](int thread, size_t first, size_t last) {
@@ -744,12 +748,13 @@ int64_t bounded(const Rows<T>& rows, size_t n, const T* centres, int k, const in
                 add(rows, i, one, s + size_t(now) * rows.d), w[now] += one;
                 if (before >= 0) add(rows, i, -one, s + size_t(before) * rows.d), w[before] -= one;
                 labels[i] = now;
+                other[thread]++;
             }
         }
     });
     sums.join();
     int64_t pairs = 0;
-    for (auto l : looked) pairs += l;
+    for (int t = 0; t < threads; t++) pairs += looked[t], *changed += other[t];
     return pairs;
 }
 
@@ -772,7 +777,7 @@ void lloyd(const T* x, int64_t problems, int64_t n, int d, T* centres, int k, in
             int step = 0;
             for (bool moving = true; moving && step < iterations; step++) {
                 std::fill(sum.begin(), sum.end(), 0.0), std::fill(weight.begin(), weight.end(), 0.0);
-                assign<T>(rows, n, c, k, l, sum.data(), weight.data(), nullptr, 0, 1);
+                assign<T>(rows, n, c, k, l, sum.data(), weight.data(), nullptr, 0, nullptr, 1);
                 if (std::find(weight.begin(), weight.end(), 0.0) != weight.end()) {
                     own<T>(rows, n, c, l, nullptr, far.data(), 1);
                     for (int i = 0; i < k; i++) {
@@ -791,7 +796,7 @@ void lloyd(const T* x, int64_t problems, int64_t n, int d, T* centres, int k, in
                 moving = moved > double(tol[p]);
             }
             done[p] = step;
-            assign<T>(rows, n, c, k, l, nullptr, nullptr, nullptr, 0, 1);
+            assign<T>(rows, n, c, k, l, nullptr, nullptr, nullptr, 0, nullptr, 1);
             inertia[p] = own<T>(rows, n, c, l, nullptr, nullptr, 1);
         }
     });
@@ -830,8 +835,8 @@ double read_all(const float* x, size_t n, int threads) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define BOTH(T, suffix)                                                                                                                               \
     EXPORT int64_t assign_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* centres, int k,                \
-                                   int32_t* labels, double* sum, double* weight, const T* weights, int filter, int threads) {                         \
-        return assign<T>({x, row, column, shift, d}, n, centres, k, labels, sum, weight, weights, filter, threads);                                   \
+                                   int32_t* labels, double* sum, double* weight, const T* weights, int filter, int64_t* changed, int threads) {       \
+        return assign<T>({x, row, column, shift, d}, n, centres, k, labels, sum, weight, weights, filter, changed, threads);                          \
     }                                                                                                                                                 \
     EXPORT void update_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const int32_t* labels, int k, double* sum, double* weight, \
                                 const T* weights, int threads) {                                                                                      \
@@ -855,8 +860,9 @@ double read_all(const float* x, size_t n, int threads) {
     }                                                                                                                                                 \
     EXPORT int64_t bounded_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* centres, int k,               \
                                     const int32_t* edges, int groups, int32_t* labels, T* upper, T* lower, const T* moved, double* sum,               \
-                                    double* weight, const T* weights, int threads) {                                                                  \
-        return bounded<T>({x, row, column, shift, d}, n, centres, k, edges, groups, labels, upper, lower, moved, sum, weight, weights, threads);      \
+                                    double* weight, const T* weights, int64_t* changed, int threads) {                                                \
+        return bounded<T>({x, row, column, shift, d}, n, centres, k, edges, groups, labels, upper, lower, moved, sum, weight, weights, changed,       \
+                          threads);                                                                                                                   \
     }
 #define LLOYD(T, suffix)                                                                                                                              \
     EXPORT void lloyd_##suffix(const T* x, int64_t problems, int64_t n, int d, T* centres, int k, int iterations, const T* tol, int32_t* labels,      \
