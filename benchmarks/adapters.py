@@ -39,7 +39,17 @@ OURS = ("fedlova", "query_only:fedlova", "value_only:fedavg", "frank_lora", "fls
 SYSTEMS = ("fedlova", "frank_lora", "flora_chef", "fedrecall")
 CORE = ("fedavg", "ffa_lora", "fedsa_lora", "rolora", "flexlora", "fedex_lora", *SYSTEMS, "pooled")
 MIXED = ("fedavg", "ffa_lora", "ffa_lora+rank_rate", "hetlora", "flexlora", "flora", "no_rates:frank_lora", "frank_lora")
-BIAS = ("local", "fedavg", "head_private:fedper", "random:fedibs", "change:fedibs", "fedibs", "lora:fedavg", "lora_private_head:fedper")
+BIAS = (
+    "local",
+    "fedavg",
+    "head_private:fedper",
+    "random:fedibs",
+    "change:fedibs",
+    "fedibs",
+    "lora:fedavg",
+    "lora_private_head:fedper",
+    "prompt:fedavg",
+)
 
 RECALL = ("fedavg", "ffa_lora", "fedsa_lora", "flexlora", "flora_chef", "fedlova")
 # what a label or a kind means beside its defaults
@@ -52,6 +62,7 @@ FIXED: dict[str, dict] = {
     "random:fedibs": {"method.score": "random"},
     "change:fedibs": {"method.score": "change"},
     "lora:fedavg": {"adapter": {"kind": "lora", "rank": 8, "layers": "upper:2"}},
+    "prompt:fedavg": {"adapter": {"kind": "prompt", "tokens": 8}},
     "lora_private_head:fedper": {"adapter": {"kind": "lora", "rank": 8, "layers": "upper:2"}},
     "lora_b_private:fedsa_lora": {"adapter": {"kind": "lora", "rank": 8, "layers": "upper:2"}},
 }
@@ -86,7 +97,7 @@ TABLES: dict[str, tuple[str, dict, tuple[str, ...]]] = {
             "model.precision": "fp32",
         }
         | BIASES,
-        ("local", "fedavg", "random:fedibs", "fedibs", "lora:fedavg", "lora_b_private:fedsa_lora", "pooled"),
+        ("local", "fedavg", "random:fedibs", "fedibs", "lora:fedavg", "lora_b_private:fedsa_lora", "prompt:fedavg", "pooled"),
     ),
     "languages": (
         "reviews in eleven languages, one a client",

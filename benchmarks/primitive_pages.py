@@ -200,9 +200,10 @@ def pictures() -> dict[str, str]:
                 xscale="log",
                 yscale="log",
                 xlabel="flop for each byte of the data",
-                ylabel="GFLOP/s (triangles: bfloat16 products; squares: own distances)",
+                ylabel="GFLOP/s",
             )
-            axes.yaxis.label.set_size(8)
+            axes.plot([], [], "^", color="#404040", label="the same, products in bfloat16")
+            axes.plot([], [], "s", color="#404040", markersize=4, label="distances to own centres")
             axes.legend(fontsize=7)
         out["kmeans_roofline"] = svg[0]
     if found := result("certificate"):

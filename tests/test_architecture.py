@@ -18,7 +18,7 @@ ALLOWED = {
     "tasks": {"core", "parts", "adapters", "primitives"},
     "engines": {"core"},
     "primitives": set(),
-    "report": {"core", "runner", "adapters"},
+    "report": {"core", "runner", "adapters", "primitives"},
 }
 # base methods that others may be made of
 BASES = {"fedavg", "ffa_lora", "rolora"}

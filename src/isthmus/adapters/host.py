@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.tensors import Tensors
 from .attention import use_short_rows
-from .families import Family, FamilyError, Site, family_of, sites
+from .families import BLOCK, Family, FamilyError, Site, family_of, sites
 from .frozen import fast_product, replace_linears
 from .rows import Rows
 
@@ -64,12 +65,57 @@ class _Adapted(nn.Module):
         return y
 
 
-class _Below(nn.Module):
+class _Around(nn.Module):
+    """A block in other hands; attributes that some models read from their blocks are still there."""
+
+    def __init__(self, block: nn.Module, state: _State) -> None:
+        super().__init__()
+        self.block, self.state = block, state
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("block"), name)
+
+
+class _Longer(_Around):
+    """A block whose rows get further tokens in front, which it loses again behind it."""
+
+    def __init__(self, block: nn.Module, site: Site, adapter: Adapter, state: _State) -> None:
+        super().__init__(block, state)
+        self.site, self.adapter = site, adapter
+
+    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> object:
+        prefix = self.site.name + "."
+        params = {n[len(prefix) :]: t for n, t in self.state.params.items() if n.startswith(prefix)}
+        more = self.adapter.output(self.site, hidden, params, self.state.rows) if params else None
+        if more is None:
+            return self.block(hidden, *args, **kwargs)
+        if kwargs.get("position_embeddings") is not None:
+            raise FamilyError("adapter.kind = 'prompt': this model turns its tokens by their positions (rotary); choose another adapter")
+        count, length = more.shape[1], hidden.shape[1]
+        masks = lambda value: _wider(value, count, length)  # noqa: E731
+        out = self.block(torch.cat([more, hidden], 1), *map(masks, args), **{n: masks(v) for n, v in kwargs.items()})
+        return (out[0][:, count:], *out[1:]) if isinstance(out, tuple) else out[:, count:]
+
+
+def _wider(value: object, count: int, length: int) -> object:
+    """An attention mask with room for ``count`` tokens in front, which all may see; anything else as it is."""
+    if not isinstance(value, Tensor) or value.dim() not in (2, 4) or value.shape[-1] != length:
+        return value
+    seen = 1.0 if value.dim() == 2 else 0.0  # of a mask of ones and zeros, and of one that is added
+    fill = True if value.dtype == torch.bool else seen
+    value = F.pad(value, (count, 0), value=fill)
+    return F.pad(value, (0, 0, count, 0), value=fill) if value.dim() == 4 and value.shape[-2] == length else value
+
+
+class _Below(_Around):
     """A block below the lowest adapter: passes kept hidden states on instead of computing them again."""
 
     def __init__(self, block: nn.Module, state: _State, last: bool) -> None:
-        super().__init__()
-        self.block, self.state, self.last = block, state, last
+        super().__init__(block, state)
+        self.last = last
         self.tuple = False
 
     def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> object:
@@ -80,12 +126,6 @@ class _Below(nn.Module):
         if self.last and self.state.capture:
             raise _Stop(out[0] if self.tuple else out)
         return out
-
-    def __getattr__(self, name: str) -> Any:  # attributes that some models read from their blocks
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("block"), name)
 
 
 def layer_range(which: str, count: int) -> list[int]:
@@ -146,7 +186,11 @@ class Host:
             at.setdefault(site.path, []).append((site, adapter))
         for path, here in at.items():
             parent, _, name = path.rpartition(".")
-            setattr(base.get_submodule(parent), name, _Adapted(base.get_submodule(path), here, self.state))
+            module = base.get_submodule(path)
+            blockwise = here[0][0].name.endswith(f".{BLOCK}")
+            setattr(
+                base.get_submodule(parent), name, _Longer(module, *here[0], self.state) if blockwise else _Adapted(module, here, self.state)
+            )
         self.lowest = min((s.layer for s, _ in self.sites), default=0)
         for i in range(self.lowest):
             blocks[i] = _Below(blocks[i], self.state, i == self.lowest - 1)  # type: ignore[operator, index]

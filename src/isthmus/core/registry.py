@@ -56,6 +56,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "adapters": {
         "lora": "isthmus.adapters.lora:Lora",
         "bias": "isthmus.adapters.bias:Biases",
+        "prompt": "isthmus.adapters.prompt:Prompts",
     },
     "channels": {
         "cast": _CHANNELS + "quantise:Cast",

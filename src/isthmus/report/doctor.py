@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ..adapters.frozen import measure
+from ..primitives import kernels
 
 _PACKAGES = {
     "torch": "", "transformers": "", "peft": "", "safetensors": "", "pyarrow": "", "scikit-learn": "", "matplotlib": "",
@@ -63,6 +64,7 @@ def examine() -> dict[str, dict[str, str]]:
             "vector and matrix units": " ".join(wide) or "unknown",
             "fp32 products": f"{fp32['default']:.0f} GFLOP/s by default, {fp32['onednn']:.0f} through oneDNN",
             "bf16 products": f"{best16:.0f} GFLOP/s",
+            "k-means kernels": ", ".join(kernels.available()[-1:]) or "not built (no C++ compiler at installation): NumPy, slow",
         },
         "packages": packages,
         "advice": advice or {"": "nothing to improve"},
