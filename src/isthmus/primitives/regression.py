@@ -76,6 +76,15 @@ def least_absolute(x: Array, y: Array, max_iter: int = 200, tol: float = 1e-9) -
     return b
 
 
+def _by_source(x: Array, residual: Array, index: Index) -> Array:
+    """Sum of residual times row of each source, (sources, d)."""
+    products = x * residual[:, None]
+    if len(products) == index.max() + 1:
+        return products[np.argsort(index, kind="stable")] if (np.diff(index) != 1).any() else products
+    order = np.argsort(index, kind="stable")
+    return np.add.reduceat(products[order], np.searchsorted(index[order], np.arange(index.max() + 1)))
+
+
 def _sum(index: Index, values: Array | None = None) -> Array:
     """Sum of the values (or number of rows) of each source."""
     return np.asarray(np.bincount(index, values), dtype=np.float64)
@@ -246,8 +255,15 @@ class SubsetOfSignals(RegressorMixin, BaseEstimator):
         self.quiet_ = posterior[:, mixture.scale <= 2 * self.unit_].sum(1)
         one = np.zeros(len(y))
         if self.method_ == "mixture":
-            weight = (posterior / mixture.scale**2).sum(1)[index]
-            bread, meat = gram(x, weight, one)[0], gram(x, (weight * residual) ** 2, one)[0]
+            # a source's weight depends on its own residuals: the score's slope is the expected precision less what the precision varies
+            precision = posterior @ mixture.scale**-2.0
+            varies = np.clip(posterior @ mixture.scale**-4.0 - precision**2, 0, None)
+            scores = _by_source(x, residual, index)
+            bread = gram(x, precision[index], one)[0]
+            slope = bread - gram(scores, varies, np.zeros(len(scores)))[0]
+            meat = gram(scores, precision**2, np.zeros(len(scores)))[0]
+            if np.linalg.eigvalsh(slope)[0] > 0:
+                bread = slope
         else:
             # the slope of E sign(residual) in b is twice each source's density at 0
             density = (posterior / mixture.scale).sum(1)[index] / np.sqrt(2 * np.pi)
