@@ -263,7 +263,7 @@ def pictures() -> dict[str, str]:
                 )
             x = np.geomspace(min(r["rate"] for r in found["envelope"]), max(r["rate"] for r in found["envelope"]), 20)
             axes.plot(x, x, color="#404040", label="sqrt(n d) / m")
-            axes.set(xscale="log", yscale="log", xlabel="sqrt(n d) / m", ylabel="error, worst of four loud scales")
+            axes.set(xscale="log", yscale="log", xlabel="sqrt(n d) / m", ylabel="error, worst of three loud scales")
             axes.legend(fontsize=8)
         out["regression_rate"] = svg[0]
     return out
