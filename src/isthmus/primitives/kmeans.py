@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -499,7 +499,6 @@ def kmeans_batched(
     tol: float = 1e-4,
     random_state: Any = None,
     n_threads: int | None = None,
-    seed: Callable[..., Array] = plus_plus,
 ) -> tuple[Any, Any, Any]:
     """k-means of many independent problems of one size: one call, a problem a thread.
 
@@ -507,7 +506,6 @@ def kmeans_batched(
         x: (problems, n, d), NumPy or torch; a tensor on a GPU is worked on there.
         n_clusters, max_iter, tol, random_state, n_threads: as in `KMeans`.
         init: centres (problems, K, d); None: k-means++.
-        seed: what makes them.
 
     Returns:
         Labels (problems, n) int32, centres (problems, K, d), inertia (problems,): of x's kind, on its device.
@@ -531,7 +529,7 @@ def kmeans_batched(
         raise ValueError(f"n_clusters = {n_clusters!r}: must be between 1 and the {n} rows of a problem")
     random, threads = check_random_state(random_state), kernels.threads(n_threads)
     if init is None:
-        centres = np.stack([seed(rows, n_clusters, random, None, 1) for rows in data])
+        centres = np.stack([plus_plus(rows, n_clusters, random, None, 1) for rows in data])
     else:
         centres = np.array(init.detach().cpu().numpy() if hasattr(init, "detach") else init, dtype=data.dtype, order="C")
         if centres.shape != (problems, n_clusters, d):
