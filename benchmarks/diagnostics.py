@@ -24,7 +24,7 @@ from isthmus.runner import make_engine, make_method
 from isthmus.tasks.build import make_task
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "diagnostics.json"
-SEEDS = (0,)
+SEEDS = (0, 1, 2)
 
 
 def rounds_of(recipe: isthmus.Recipe):

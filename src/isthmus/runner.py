@@ -20,10 +20,10 @@ from .core import checkpoint
 from .core.batches import Batches
 from .core.ledger import Ledger, total
 from .core.recipe import Recipe, RecipeError, build, method_options, parse
-from .core.rounds import server_round, server_start
+from .core.rounds import Limits, server_round, server_start
 from .core.tensors import Tensors, prefixed, under
 from .core.types import Method, Server
-from .engines.evaluate import Evaluation, evaluate
+from .engines.evaluate import Evaluation
 from .engines.simulator import Faults, Simulator
 from .federated.fedavg import plain
 from .parts.factors import roles_of
@@ -51,7 +51,7 @@ class Line:
     """One trained line of a run: its ledger rows, and what it ended with."""
 
     method: Method
-    engine: Simulator
+    engine: Any
     server: Server
     rows: list[dict[str, Any]]
 
@@ -87,7 +87,10 @@ def make_method(recipe: Recipe) -> Method:
         if not isinstance(method, Method):
             raise RecipeError(f"method {kind!r} gave {type(method).__name__} instead of a Method")
     channels = tuple(build("channels", c.kind, c.options, f"channels.{i}")() for i, c in enumerate(recipe.channels))
-    return replace(method, name=recipe.method.kind, channels=(*method.channels, *channels))
+    taken = frozenset().union(*(c.takes for c in channels))
+    # what is only looked at for the ledger gives way to what must not be seen
+    observers = tuple(o for o in method.observers if not o.needs & taken)
+    return replace(method, name=recipe.method.kind, channels=(*method.channels, *channels), observers=observers)
 
 
 def make_engine(recipe: Recipe, method: Method, task: Any) -> Simulator:
@@ -95,7 +98,7 @@ def make_engine(recipe: Recipe, method: Method, task: Any) -> Simulator:
     e = recipe.engine
     faults = Faults(e.dropout, e.deadline, e.step_seconds, e.spread, e.bandwidth)
     batches = Batches(recipe.train.size, recipe.train.epochs, recipe.train.steps)
-    return Simulator(method, task, recipe.seed, batches, e.way, e.chunk, faults)
+    return Simulator(method, task, recipe.seed, batches, e.way, e.chunk, faults, Limits(e.weight, e.entry), e.quorum)
 
 
 def _evaluation(found: Evaluation) -> dict[str, Any]:
@@ -125,16 +128,25 @@ def _thaw(meta: dict[str, Any], tensors: Tensors) -> Server:
     )
 
 
-def train(recipe: Recipe, task: Any, folder: Path, name: str, callbacks: Sequence[Callback] = (), resume: bool = False) -> Line:
+def train(
+    recipe: Recipe,
+    task: Any,
+    folder: Path,
+    name: str,
+    callbacks: Sequence[Callback] = (),
+    resume: bool = False,
+    engine: Any = None,
+) -> Line:
     """All rounds of one method on one task, a checkpoint after each.
 
     With ``resume`` it goes on from the newest readable checkpoint in ``folder``, and ends bit for bit where an uninterrupted run does.
+    ``engine`` is the recipe's simulator unless it is given.
     """
     method = make_method(recipe)
     if method.pooled:
         # the same number of passes over all data, at one client
         task = task.pooled()
-    engine = make_engine(recipe, method, task)
+    engine = engine or make_engine(recipe, method, task)
     server = server_start(method, task, recipe.seed)
     ledger, checkpoints = Ledger(folder / "ledger.jsonl"), folder / "checkpoints"
     if resume:
@@ -153,7 +165,8 @@ def train(recipe: Recipe, task: Any, folder: Path, name: str, callbacks: Sequenc
         server, record = server_round(method, task, server, engine)
         last = server.round == recipe.rounds
         due = last or server.round % recipe.evaluate.every == 0
-        found_now = evaluate(engine, server, last, recipe.evaluate.tuned, roles_of if recipe.evaluate.products else None) if due else None
+        analyse = {"analyse": roles_of} if recipe.evaluate.products else {}
+        found_now = engine.evaluate(server, last, recipe.evaluate.tuned, **analyse) if due else None
         tensors = prefixed(server.shared, "shared/") | prefixed(server.state, "state/") | prefixed(engine.state(), "memory/")
         row = ledger.append(record, _evaluation(found_now) if found_now else {}, time.perf_counter() - started)
         checkpoint.save(checkpoints, server.round, tensors, _freeze(server))

@@ -65,17 +65,19 @@ class Data(Section):
     split: str | None = Field(None, description='column with "train" and "test"')
     test_fraction: float = Field(0.2, gt=0, lt=1, description="of each client's rows, where there is no split")
     limit: int | None = Field(None, ge=1, description="rows at most, drawn from the seed")
+    labels: list[str] | None = Field(None, min_length=2, description="all labels, where no place sees rows of every one")
     own_labels: bool = Field(False, description="several sources: each keeps its label set, with a private head")
 
 
 class Deal(Section):
     """Who has which rows, see `tasks.partition`."""
 
-    kind: Literal["dirichlet", "classes", "quantity", "iid", "source"] = "dirichlet"
+    kind: Literal["dirichlet", "classes", "quantity", "iid", "source", "seat"] = "dirichlet"
     clients: int = Field(8, ge=1)
     alpha: float = Field(0.5, gt=0, description="dirichlet and quantity: small is skewed")
     classes: int = Field(2, ge=1, description="labels a client")
     smallest: int = Field(10, ge=1, description="rows that every client has at least")
+    seat: int | None = Field(None, ge=0, description="seat: the client whose rows these are, the others' being elsewhere")
 
 
 class Model(Section):
@@ -113,7 +115,12 @@ class EngineTable(Section):
     chunk: int | None = Field(None, ge=1, description="clients in one mapped call, instead of as many as 64 MiB of tensors")
     threads: int | None = Field(None, ge=1, description="of torch")
     dropout: float = Field(0.0, ge=0, lt=1, description="chance that an invited client does not answer")
-    deadline: float | None = Field(None, gt=0, description="seconds on the simulated clock")
+    deadline: float | None = Field(
+        None, gt=0, description="seconds that a round waits for clients: on the simulated clock, or real ones in a deployment"
+    )
+    quorum: int = Field(0, ge=0, description="clients that must answer in a round, or the run stops")
+    weight: float | None = Field(None, gt=0, description="most examples that a client may claim; an update that claims more is refused")
+    entry: float | None = Field(None, gt=0, description="largest magnitude of an update's entries; an update beyond it is refused")
     step_seconds: float = Field(0.1, gt=0, description="of an ordinary client")
     spread: float = Field(0.0, ge=0, description="standard deviation of clients' log slowness")
     bandwidth: float = Field(1e6, gt=0, description="bytes a second")

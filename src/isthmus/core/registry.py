@@ -63,6 +63,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "int8": _CHANNELS + "quantise:Int8",
         "topk": _CHANNELS + "sparse:TopK",
         "gaussian": _CHANNELS + "privacy:GaussianNoise",
+        "secure_sum": _CHANNELS + "secure:SecureSum",
     },
 }
 

@@ -63,11 +63,11 @@ class Arrived:
 def arrive(method: Method, task: Task, inbox: Inbox, memory: Tensors, probe: Tensors) -> Arrived:
     """Overlay what the server sent, cut to the client's rank, let plug-ins begin."""
     names = [n.removeprefix("kept/") for n in memory if n.startswith("kept/")]
-    own = under(memory, "kept/") | inbox.shared
     names += [n for n in inbox.shared if n not in inbox.published]
+    own = under(memory, "kept/") | inbox.shared
     if "rank" in memory:
         own = task.trim(own, memory["rank"])
-        inbox = replace(inbox, rank=memory["rank"])
+        inbox = replace(inbox, rank=memory["rank"], shared={n: own[n] for n in inbox.shared})
     constants, params = {n: t for n, t in own.items() if n not in names}, {n: own[n] for n in sorted(names)}
 
     def loss(p: Tensors, batch: Tensors) -> Tensor:
@@ -98,7 +98,8 @@ def client_round(
     at = arrive(method, task, inbox, memory, probe)
     trained = learn(method, at, batches)
 
-    inbox, anchor, mine, params = at.inbox, at.params, dict(at.memory), trained.params
+    weight = torch.ones_like(weight) if method.private else weight
+    inbox, anchor, mine, params = replace(at.inbox, weight=weight), at.params, dict(at.memory), trained.params
     extra: Tensors = {}
     for plugin in reversed(method.plugins):
         params, mine[plugin.name], more = plugin.end(params, mine[plugin.name], inbox, trained)
@@ -120,9 +121,9 @@ def client_round(
         after |= prefixed(tensors, f"{name}/")
         if "rank" in tensors:  # a plug-in that narrows the client's rank
             after["rank"] = torch.minimum(after["rank"], tensors["rank"])
-    report = {} if method.private else trained.report
-    weight = torch.ones_like(weight) if method.private else weight
-    return Update(payload, weight, report, inbox.client, after.get("rank")), after
+    if method.summed:  # what is told beside the payload would tell of this client alone
+        return Update(payload, torch.ones_like(weight), {}, inbox.client), after
+    return Update(payload, weight, {} if method.private else trained.report, inbox.client, after.get("rank")), after
 
 
 # The server's half
@@ -133,16 +134,40 @@ class Outgoing:
     """What the server hands to an engine: a cohort and its inboxes."""
 
     cohort: list[int]
-    shared: Tensors
     personal: Tensors  # (K, *shape)
-    round: int
     directive: Mapping[str, str]
-    published: frozenset[str]
-    seed: int
+    server: Server
+
+    @property
+    def shared(self) -> Tensors:
+        """What every client sees."""
+        return self.server.shared
+
+    @property
+    def round(self) -> int:
+        """Its number."""
+        return self.server.round
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return self.server.seed
 
     def inbox(self, client: Tensor, personal: Tensors) -> Inbox:
         """The inbox of one client, with its row of the personal tensors."""
-        return Inbox(self.shared | personal, self.round, client, self.directive, self.published, self.seed)
+        return Inbox(self.shared | personal, self.round, client, self.directive, self.server.published, self.seed)
+
+    def messages(self, method: Method, task: Task) -> dict[int, Tensors]:
+        """What has to travel to each client of the cohort; clients that missed the same rounds share one message."""
+        ranks, known, out = task.ranks(), {}, {}
+        for i, client in enumerate(self.cohort):
+            rank, seen = None if ranks is None else int(ranks[client]), self.server.seen[client]
+            if (seen, rank) not in known:
+                message = method.send.message(self.server, seen)
+                known[seen, rank] = message if rank is None else task.crop(message, rank)
+            mine = select(self.personal, i)
+            out[client] = known[seen, rank] | (mine if rank is None else task.crop(mine, rank))
+        return out
 
 
 @dataclass(frozen=True)
@@ -153,10 +178,14 @@ class Replies:
     up: dict[int, tuple[int, int]]  # client to (payload, wire) bytes
     missing: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0  # on the simulated clock, or measured
+    forgot: frozenset[int] = frozenset()  # clients that lost what they held: for them the run begins anew
+    counted: tuple[int, ...] | None = None  # whose updates are in the one that came, where only their sum is known
 
 
 class Engine(Protocol):
     """An exchange of inboxes for updates, and the place where client memory lives."""
+
+    limits: Limits
 
     def exchange(self, outgoing: Outgoing) -> Replies:
         """Deliver inboxes, collect updates; the clients' new memory stays pending."""
@@ -166,12 +195,8 @@ class Engine(Protocol):
         """Make pending memory final for the clients whose update was accepted; drop the others'."""
         ...
 
-    def memory(self, client: int) -> Tensors:
-        """One client's memory; a deployment has no such window."""
-        ...
-
     def state(self) -> Tensors:
-        """Everything that a checkpoint needs to put the clients back."""
+        """Everything that a checkpoint needs to put the clients back; nothing where clients keep it themselves."""
         ...
 
     def restore(self, state: Tensors) -> None:
@@ -211,30 +236,17 @@ def open_round(method: Method, server: Server, cohort: list[int] | None = None) 
     """Invite a cohort (unless it is given) and say what each of it gets."""
     cohort = method.invite(server) if cohort is None else cohort
     personal, directive = method.send.personal(server, cohort), method.send.directive(server)
-    return Outgoing(cohort, server.shared, personal, server.round, directive, server.published, server.seed)
-
-
-def download_sizes(method: Method, task: Task, server: Server, outgoing: Outgoing) -> dict[int, tuple[int, int]]:
-    """(payload, wire) bytes that each client of the cohort is sent; clients that missed the same rounds get the same message."""
-    ranks, known, out = task.ranks(), {}, {}
-    for i, client in enumerate(outgoing.cohort):
-        rank = None if ranks is None else int(ranks[client])
-        case = (server.seen[client], rank)
-        if case not in known:
-            message = method.send.message(server, server.seen[client]) | select(outgoing.personal, i)
-            known[case] = size(message if rank is None else task.crop(message, rank))
-        out[client] = known[case]
-    return out
+    return Outgoing(cohort, personal, directive, server)
 
 
 def upload_schemas(method: Method, task: Task, outgoing: Outgoing, rank: int | None = None) -> list[Schema]:
     """The schema of one client's payload before each channel and after the last, found by sending an example of zeros through."""
-    trained = {n: t for n, t in outgoing.shared.items() if n not in outgoing.published}
+    trained = {n: t for n, t in outgoing.shared.items() if n not in outgoing.server.published}
     more = [n for plugin in method.plugins for n in plugin.publish(trained)]
     inbox = outgoing.inbox(torch.tensor(0), {})
     names = [n for n in [*method.share(sorted(trained), inbox), *more] if n in outgoing.shared]
     example = {n: torch.zeros_like(outgoing.shared[n]) for n in names}
-    example = example if rank is None else task.crop(example, rank)
+    example = example if rank is None or method.summed else task.crop(example, rank)
     out = []
     for channel in method.channels:
         out.append(schema(example))
@@ -242,17 +254,41 @@ def upload_schemas(method: Method, task: Task, outgoing: Outgoing, rank: int | N
     return [*out, schema(example)]
 
 
-def screen(update: Update) -> dict[int, str]:
+@dataclass(frozen=True)
+class Limits:
+    """What an update may hold at most; None: anything finite.
+
+    Args:
+        weight: examples that a client may claim.
+        entry: magnitude of a payload's entries, as they travel.
+    """
+
+    weight: float | None = None
+    entry: float | None = None
+
+
+def screen(update: Update, limits: Limits | None = None) -> dict[int, str]:
     """Clients whose update must not be aggregated, and why."""
-    k = len(update.weight)
-    fine = torch.isfinite(update.weight) & (update.weight > 0)
+    limits = limits or Limits()
+    k, most = len(update.weight), limits.weight or float("inf")
+    fine = torch.isfinite(update.weight) & (update.weight > 0) & (update.weight <= most)
     bad = {int(c): f"example count {float(w)!r}" for c, w, f in zip(update.client, update.weight, fine, strict=True) if not f}
     for n, t in update.payload.items():
-        if t.is_floating_point():
+        if t.is_floating_point() and t.numel():
             # a sum is finite exactly when no value is NaN or infinite (barring overflow of finite values, which is refused too)
-            for i in (~torch.isfinite(t.reshape(k, -1).sum(1, dtype=torch.float64))).nonzero().flatten().tolist():
+            flat = t.reshape(k, -1)
+            for i in (~torch.isfinite(flat.sum(1, dtype=torch.float64))).nonzero().flatten().tolist():
                 bad.setdefault(int(update.client[i]), f"non-finite values in {n}")
+            if limits.entry is not None:
+                for i in (flat.abs().amax(1) > limits.entry).nonzero().flatten().tolist():
+                    bad.setdefault(int(update.client[i]), f"an entry of {n} beyond {limits.entry:g}")
     return bad
+
+
+def summed(update: Update) -> Update:
+    """Many updates as the one that a server sees which learns their sum only; integers wrap around, so that masks may cancel."""
+    payload = {n: t.sum(0, keepdim=True, dtype=torch.int64) for n, t in update.payload.items()}
+    return Update(payload, torch.ones(1), {}, torch.full((1,), -1))
 
 
 def decode(method: Method, payload: Tensors, schemas: Sequence[Schema]) -> Tensors:
@@ -264,7 +300,9 @@ def decode(method: Method, payload: Tensors, schemas: Sequence[Schema]) -> Tenso
     return payload
 
 
-def close_round(method: Method, task: Task, server: Server, outgoing: Outgoing, replies: Replies) -> tuple[Server, RoundRecord]:
+def close_round(
+    method: Method, task: Task, server: Server, outgoing: Outgoing, replies: Replies, limits: Limits | None = None
+) -> tuple[Server, RoundRecord]:
     """Screen, decode, aggregate, apply.
 
     Raises:
@@ -272,7 +310,7 @@ def close_round(method: Method, task: Task, server: Server, outgoing: Outgoing, 
     """
     missing, update = dict(replies.missing), replies.update
     if update is not None:
-        bad = screen(update)
+        bad = screen(update, limits)
         missing |= {c: f"refused: {why}" for c, why in bad.items()}
         if len(bad) == len(update.client):
             first = next(iter(bad))
@@ -282,24 +320,26 @@ def close_round(method: Method, task: Task, server: Server, outgoing: Outgoing, 
             )
         if bad:
             update = update.take(torch.tensor([i for i, c in enumerate(update.client.tolist()) if c not in bad]))
-    down = download_sizes(method, task, server, outgoing)
+    down = {c: size(message) for c, message in outgoing.messages(method, task).items()}
     metrics: dict[str, float] = {}
-    after = replace(server, round=server.round + 1)
+    seen = tuple(-1 if c in replies.forgot else s for c, s in enumerate(server.seen))
+    after = replace(server, round=server.round + 1, seen=seen)
     if update is not None:
+        told = {n.removeprefix("@"): float(t.sum()) for n, t in update.payload.items() if n.startswith("@")}
         update = replace(update, payload=decode(method, update.payload, upload_schemas(method, task, outgoing)))
         step, aggregated = method.aggregate(update, server, under(server.state, "aggregate/"))
         changed, applied = method.apply(server, step, under(server.state, "apply/"))
-        took_part = set(update.client.tolist())
+        took_part = set(update.client.tolist() if replies.counted is None else replies.counted)
         after = Server(
             server.shared | changed,
             prefixed(aggregated, "aggregate/") | prefixed(applied, "apply/"),
             server.round + 1,
-            tuple(server.round if c in took_part else s for c, s in enumerate(server.seen)),
+            tuple(server.round if c in took_part else s for c, s in enumerate(seen)),
             {**server.versions, **dict.fromkeys(changed, server.round)},
             server.published,
             server.seed,
         )
-        metrics = {n: float((update.shares * t).sum()) for n, t in update.report.items()}
+        metrics = told | {n: float((update.shares * t).sum()) for n, t in update.report.items()}
         for observer in method.observers:
             metrics |= observer(update, server, after)
     return after, RoundRecord(server.round, outgoing.cohort, missing, replies.up, down, metrics, replies.seconds)
@@ -309,7 +349,7 @@ def server_round(method: Method, task: Task, server: Server, engine: Engine) -> 
     """One round over an engine; client memory becomes final only where the update was accepted."""
     outgoing = open_round(method, server)
     replies = engine.exchange(outgoing)
-    after, record = close_round(method, task, server, outgoing, replies)
+    after, record = close_round(method, task, server, outgoing, replies, engine.limits)
     engine.commit([c for c in outgoing.cohort if c not in record.missing])
     return after, record
 

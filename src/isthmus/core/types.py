@@ -79,6 +79,7 @@ class Inbox:
     published: frozenset[str] = frozenset()  # shared names that nobody trains
     seed: int = 0
     rank: Tensor | None = None  # (), of the client's adapter, where ranks differ
+    weight: Tensor | None = None  # (), examples of the client, known to itself only
 
 
 @dataclass(frozen=True)
@@ -209,8 +210,11 @@ class Send(Part):
     """Slot: what each client gets.
 
     Logically every client sees the server's current shared tensors; ``message`` is what has to travel for that, and ``receive``
-    undoes it on the client: ``receive(message(server, seen), cache) == server.shared`` for every client, exactly.
+    undoes it on the client: ``receive(message(server, seen), cache) == server.shared`` for every client, exactly.  ``carries`` are
+    patterns of names in a message beside those of shared tensors.
     """
+
+    carries: ClassVar[tuple[str, ...]] = ()
 
     def directive(self, server: Server) -> dict[str, str]:
         """Words for this round, the same for all clients."""
@@ -262,11 +266,17 @@ class Channel(Part):
     """Stack: a payload transform; ``encode`` on the client in order, ``decode`` on the server in reverse, both for one client.
 
     A channel with ``feedback`` keeps what it lost in the client's memory and adds it to the next payload.  One that is
-    ``private`` suppresses reports and example counts as well: nothing leaves around it.
+    ``private`` suppresses reports and example counts as well: nothing leaves around it.  Behind one that is ``summed`` the server has the
+    sum over clients only, as integers that wrap around; it must be the last.
     """
 
     private: ClassVar[bool] = False
+    summed: ClassVar[bool] = False
     feedback: bool = False
+
+    def deployed(self) -> Channel:
+        """As it runs between machines: noise comes from the operating system."""
+        return self
 
     def encode(self, payload: Tensors, inbox: Inbox) -> Tensors:
         """One client's payload to what travels."""
@@ -307,6 +317,8 @@ class Method:
 
     def __post_init__(self) -> None:
         names = [p.name for p in (*self.plugins, *self.channels)]
+        if any(c.summed for c in self.channels[:-1]):
+            raise CompositionError(f"method {self.name}: a channel stands behind one whose values are summed; make that one the last")
         if doubled := {n for n in names if names.count(n) > 1}:
             raise CompositionError(f"method {self.name}: {sorted(doubled)[0]!r} stands in its stacks twice")
         has: set[str] = {"exact", "individual", "aligned"}
@@ -330,8 +342,13 @@ class Method:
 
     @property
     def private(self) -> bool:
-        """Whether reports and example counts must not leave the client."""
+        """Whether example counts must not leave the client, nor reports."""
         return any(c.private for c in self.channels)
+
+    @property
+    def summed(self) -> bool:
+        """Whether the server has only the sum of the updates."""
+        return any(c.summed for c in self.channels)
 
     @property
     def personal(self) -> bool:

