@@ -18,6 +18,7 @@ ALLOWED = {
     "tasks": {"core", "parts", "adapters", "primitives"},
     "engines": {"core"},
     "primitives": set(),
+    "deploy": {"core", "engines", "runner", "tasks", "report", "cli"},
     "report": {"core", "runner", "adapters", "primitives"},
 }
 # base methods that others may be made of

@@ -374,6 +374,9 @@ def _print_table(head: list[str], rows: list[list[str]], justify: Literal["left"
 
 def main() -> None:
     """Entry point."""
+    from .deploy.commands import app as deploy
+
+    app.add_typer(deploy, name="deploy")
     app()
 
 

@@ -103,6 +103,7 @@ def make_engine(recipe: Recipe, method: Method, task: Any) -> Simulator:
 
 def _evaluation(found: Evaluation) -> dict[str, Any]:
     out = {"global": found.overall, "personal": found.personal, "clients": found.clients}
+    out |= {"bytes": found.bytes} if found.bytes else {}
     return out | ({"tuned": found.tuned} if found.tuned else {}) | ({"roles": found.roles} if found.roles else {})
 
 
@@ -198,6 +199,7 @@ def run(
     resume: bool = False,
     runs: Path = Path("runs"),
     task: Any = None,
+    engine: Any = None,
 ) -> Result:
     """Run a recipe and its reference lines, and write the run folder.
 
@@ -208,6 +210,7 @@ def run(
         callbacks: progress, loggers.
         resume: go on in ``folder``.
         task: the recipe's task, where it is loaded already.
+        engine: of the recipe's own line; its simulator by default.
 
     Raises:
         RecipeError, DataError, ModelError, CompositionError, RunError, CheckpointError: naming what is wrong.
@@ -219,7 +222,7 @@ def run(
     task = make_task(recipe, root) if task is None else task
     folder = folder or new_folder(recipe, runs)
     checkpoint.write_atomic(folder / "recipe.toml", tomli_w.dumps(recipe.table()).encode())
-    line = train(recipe, task, folder, recipe.method.kind, callbacks, resume)
+    line = train(recipe, task, folder, recipe.method.kind, callbacks, resume, engine)
     references: dict[str, Line] = {}
     if recipe.evaluate.references:
         for name in REFERENCES:
@@ -244,7 +247,7 @@ def split_table(task: Any) -> dict[str, Any]:
     labels = task.data.label if hasattr(task, "data") else task.y
     if labels.dim() > 1:  # targets that are no labels
         labels = torch.zeros(len(labels), dtype=torch.long)
-    count = max(int(labels.max()) + 1, len(task.label_names))
+    count = max(int(labels.max()) + 1 if len(labels) else 0, len(task.label_names))
     rows = [torch.bincount(labels[task.rows(c, "train")], minlength=count).tolist() for c in range(task.clients)]
     return {
         "labels": list(task.label_names) or [str(i) for i in range(count)],
@@ -326,7 +329,8 @@ def reopen(folder: Path) -> Result:
     task = task.pooled() if method.pooled else task
     engine = make_engine(recipe, method, task)
     _, tensors, meta = found
-    engine.restore(under(tensors, "memory/"))
+    if memory := under(tensors, "memory/"):  # of a deployment, it lies with the clients
+        engine.restore(memory)
     line = Line(method, engine, _thaw(meta, tensors), Ledger(folder / "ledger.jsonl").rows())
     document = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else {}
     return Result(recipe, folder, line, task, document)

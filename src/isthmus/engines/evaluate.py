@@ -28,6 +28,7 @@ class Evaluation:
     clients: dict[str, list[float]]  # each client with what it keeps, on its own test rows
     tuned: dict[str, float] = field(default_factory=dict)  # mean over clients of their own after a round of local work
     roles: dict[str, dict[str, float]] = field(default_factory=dict)  # what was analysed, by role of an adapter's site
+    bytes: int = 0  # that travelled for it
 
 
 def _mean(scores: Tensors, rows: Tensor | slice = slice(None)) -> dict[str, float]:

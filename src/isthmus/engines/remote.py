@@ -64,7 +64,6 @@ class RemoteEngine:
     deadline: float | None = None
     limits: Limits = field(default_factory=Limits)
     quorum: int = 1
-    evaluation_bytes: int = 0
 
     def _ask(
         self, kind: str, round: int, heads: Mapping[int, dict[str, Any]], bodies: Mapping[int, bytes], reply: Mapping[int, int] | int
@@ -245,7 +244,6 @@ class RemoteEngine:
         for head in heads.values():
             head["tuned"] = tuned
         good, _, _, _ = self._ask("evaluate", server.round, heads, bodies, 0)
-        self.evaluation_bytes += sum(map(len, bodies.values()))
         found: dict[str, list[dict[str, float]]] = {}
         for c in sorted(good):
             for which, sums in get(good[c][0], "metrics", dict).items():
@@ -261,4 +259,9 @@ class RemoteEngine:
         weight = sum(s["weight"] for s in total)
         overall = {n: sum(s[n] for s in total) / weight for n in total[0] if n != "weight"} if total else {}
         own = each.get("personal", [])
-        return Evaluation(overall, mean(own), {n: [r[n] for r in own] for n in own[0]} if own else {}, mean(each.get("tuned", [])))
+        clients = {n: [r[n] for r in own] for n in own[0]} if own else {}
+        return Evaluation(overall, mean(own), clients, mean(each.get("tuned", [])), bytes=sum(map(len, bodies.values())))
+
+    def global_params(self, server: Server) -> Tensors:
+        """The aggregated model: what the server shares, and the start of what it never sees."""
+        return self.task.init(server.seed) | server.shared

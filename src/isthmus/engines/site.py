@@ -27,7 +27,7 @@ from ..core.wire import WireError, pack, schema, trim, unpack
 from .messages import PrivateKey, PublicKey, Refused, get, read_schema, seal, unseal
 from .secure import Secrets, context_of
 
-KINDS = ("train", "evaluate", "keys", "shares", "unmask")
+KINDS = ("who", "train", "evaluate", "keys", "shares", "unmask")
 
 
 class Forgot(Exception):
@@ -112,6 +112,8 @@ class Site:
     def _serve(self, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         if get(head, "federation", str) != self.federation:
             raise Refused("federation: another one than this site's")
+        if head.get("kind") == "who":
+            return {}, b""
         if get(head, "client", int) != self.client:
             raise Refused(f"client: the request is for client {head['client']}, this site is client {self.client}")
         if get(head, "recipe", str) != self.recipe or (self.policy.recipes and self.recipe not in self.policy.recipes):

@@ -1,0 +1,1 @@
+"""From a recipe to a federation between machines: folders, keys, certificates, processes."""
