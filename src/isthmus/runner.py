@@ -20,7 +20,7 @@ from .core import checkpoint
 from .core.batches import Batches
 from .core.ledger import Ledger, total
 from .core.recipe import Recipe, RecipeError, build, method_options, parse
-from .core.rounds import Limits, server_round, server_start
+from .core.rounds import Finished, Limits, server_round, server_start
 from .core.tensors import Tensors, prefixed, under
 from .core.types import Method, Server
 from .engines.evaluate import Evaluation
@@ -143,7 +143,7 @@ def train(
     With ``resume`` it goes on from the newest readable checkpoint in ``folder``, and ends bit for bit where an uninterrupted run does.
     ``engine`` is the recipe's simulator unless it is given.
     """
-    method = make_method(recipe)
+    method = make_method(recipe) if engine is None else engine.method
     if method.pooled:
         # the same number of passes over all data, at one client
         task = task.pooled()
@@ -163,7 +163,11 @@ def train(
         c.begin(name, recipe, server.round)
     while server.round < recipe.rounds:
         started = time.perf_counter()
-        server, record = server_round(method, task, server, engine)
+        try:
+            server, record = server_round(method, task, server, engine)
+        except Finished as over:
+            print(f"after {server.round} rounds: {over}", file=sys.stderr)
+            break
         last = server.round == recipe.rounds
         due = last or server.round % recipe.evaluate.every == 0
         analyse = {"analyse": roles_of} if recipe.evaluate.products else {}

@@ -33,7 +33,12 @@ def task(name: str):
     return TASKS[name]()
 
 
+# rules against attackers need more clients than these tasks have; without attackers they run with any number
+FEW = {k: {"method.attackers": 0} for k in ("krum", "multi_krum", "bulyan", "trimmed_mean")}
+
+
 def method(kind: str, **changes):
+    changes = FEW.get(kind, {}) | changes
     return make_method(parse({"name": "contract", "train": {"optimiser": "sgd", "lr": 0.3}}).updated({"method.kind": kind, **changes}))
 
 
@@ -89,7 +94,9 @@ def test_methods_go_through_channels(kind, channel):
         over = replace(one, channels=(*one.channels, channel))
     except CompositionError as error:
         if "feedback" not in str(error):
-            assert isinstance(channel, GaussianNoise)  # refused when it is built, as it should be where more than values leave
+            assert (
+                isinstance(channel, GaussianNoise) or kind == "dp"
+            )  # refused when it is built, as it should be where more than values leave
             return
         over = replace(one, channels=(*one.channels, replace(channel, feedback=False)))
     # rounding to 8 bits can fall on either side for values that differ in the last place; error feedback then carries the difference

@@ -32,7 +32,7 @@ def test_packaged_recipes_are_valid_and_come_back_from_their_table(name):
         ({"name": "x", "adapter": {"kind": "lora", "targets": ["q"]}}, ["adapter.targets", "'q'", "query"]),
         ({"name": "x", "adapter": {"kind": "lora", "rank": 4, "ranks": [8]}}, ["adapter.ranks", "8", "between 1 and"]),
         ({"name": "x", "channels": [{"kind": "topk", "fraction": 2}]}, ["fraction", "2", "at most 1"]),
-        ({"name": "x", "channels": [{"kind": "zip"}]}, ["zip", "accepted are cast"]),
+        ({"name": "x", "channels": [{"kind": "zip"}]}, ["zip", "accepted are attack, cast"]),
         ({"name": "x", "task": {"kind": "poetry"}}, ["poetry", "classification"]),
         ({"name": "../../etc", "rounds": 1}, ["name", "../../etc"]),
     ],

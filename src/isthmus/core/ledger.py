@@ -1,7 +1,8 @@
-"""The ledger: one JSON line for each round, appended and never rewritten."""
+"""The ledger: one JSON line for each round, appended and never rewritten; every line is chained to the one before."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class Ledger:
             "simulated_seconds": record.seconds,
             "seconds": seconds,
         }
+        before = self.rows()
+        row["chain"] = link(before[-1]["chain"] if before else "", row)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
@@ -57,10 +60,31 @@ class Ledger:
                 break
         return out
 
+    def verify(self) -> int:
+        """How many lines there are, all of them as they were written and in their order.
+
+        Raises:
+            CheckpointError: naming the first line that was changed, or that one before it is gone.
+        """
+        chain, rows = "", self.rows()
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        for i, row in enumerate(rows):
+            if row.get("chain") != (chain := link(chain, row)):
+                raise CheckpointError(f"{self.path.name}: line {i + 1} is not as it was written, or a line before it is gone")
+        if len(lines) > len(rows):
+            raise CheckpointError(f"{self.path.name}: line {len(rows) + 1} cannot be read")
+        return len(rows)
+
     def cut(self, round: int) -> None:
         """Drop rounds from ``round`` on: a resumed run writes them again."""
         kept = [r for r in self.rows() if r["round"] < round]
         write_atomic(self.path, "".join(json.dumps(r) + "\n" for r in kept).encode())
+
+
+def link(before: str, row: dict[str, Any]) -> str:
+    """The chain value of a line after the line whose value is ``before``."""
+    text = json.dumps({n: v for n, v in row.items() if n != "chain"}, sort_keys=True)
+    return hashlib.sha256((before + text).encode()).hexdigest()[:32]
 
 
 def total(rows: list[dict[str, Any]], direction: str, wire: bool = True) -> int:

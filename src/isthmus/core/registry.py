@@ -45,6 +45,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "flsauce": _FEDERATED + "flora_chef:flsauce",
         "fedibs": _FEDERATED + "fedibs:fedibs",
         "fedrecall": _FEDERATED + "fedrecall:fedrecall",
+        "norm_bound": _FEDERATED + "robust:norm_bound",
+        "krum": _FEDERATED + "robust:krum",
+        "multi_krum": _FEDERATED + "robust:multi_krum",
+        "bulyan": _FEDERATED + "robust:bulyan",
+        "median": _FEDERATED + "robust:median",
+        "trimmed_mean": _FEDERATED + "robust:trimmed_mean",
+        "geometric_median": _FEDERATED + "robust:geometric_median",
+        "dp": _FEDERATED + "dp:dp",
     },
     "tasks": {
         "classification": "isthmus.tasks.build:classification",
@@ -63,6 +71,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "int8": _CHANNELS + "quantise:Int8",
         "topk": _CHANNELS + "sparse:TopK",
         "gaussian": _CHANNELS + "privacy:GaussianNoise",
+        "attack": _CHANNELS + "attack:Attack",
         "secure_sum": _CHANNELS + "secure:SecureSum",
     },
 }

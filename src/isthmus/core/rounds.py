@@ -23,6 +23,10 @@ class RunError(RuntimeError):
     """A run cannot go on; says why, and what was saved stays."""
 
 
+class Finished(Exception):
+    """A run is over before its last round, as its recipe wants it; says why."""
+
+
 def scope(method: Method, task: Task, names: Sequence[str]) -> list[str]:
     """Names that the server holds: the method's scope without what the task keeps private."""
     return [n for n in method.share.scope(names) if not matches(n, task.private)]
@@ -229,7 +233,9 @@ def server_start(method: Method, task: Task, seed: int) -> Server:
     more = {n: t for part in (*method.plugins, method.aggregate) for n, t in part.publish(shared).items()}
     shared |= more
     state = prefixed(method.aggregate.init(shared), "aggregate/") | prefixed(method.apply.init(shared), "apply/")
-    return Server(shared, state, 0, (-1,) * task.clients, dict.fromkeys(shared, -2), frozenset(more), seed)
+    server = Server(shared, state, 0, (-1,) * task.clients, dict.fromkeys(shared, -2), frozenset(more), seed)
+    method.aggregate.fits(method.invite.expected(task.clients))
+    return server
 
 
 def open_round(method: Method, server: Server, cohort: list[int] | None = None) -> Outgoing:
@@ -288,7 +294,7 @@ def screen(update: Update, limits: Limits | None = None) -> dict[int, str]:
 def summed(update: Update) -> Update:
     """Many updates as the one that a server sees which learns their sum only; integers wrap around, so that masks may cancel."""
     payload = {n: t.sum(0, keepdim=True, dtype=torch.int64) for n, t in update.payload.items()}
-    return Update(payload, torch.ones(1), {}, torch.full((1,), -1))
+    return Update(payload, torch.full((1,), float(len(update.weight))), {}, torch.full((1,), -1))
 
 
 def decode(method: Method, payload: Tensors, schemas: Sequence[Schema]) -> Tensors:

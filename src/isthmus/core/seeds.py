@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import zlib
 
 import torch
@@ -55,3 +56,12 @@ def normal(k: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
     """Standard normal numbers of ``shape`` for the key ``k`` (Box-Muller)."""
     u, v = uniform(_mix(k ^ 1), shape), uniform(_mix(k ^ 2), shape)
     return torch.sqrt(-2 * torch.log(u)) * torch.cos(2 * math.pi * v)
+
+
+def system_normal(shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """Standard normal numbers from the operating system's secure source (Box-Muller in fp64, then fp32); never the same twice."""
+    count = math.prod(shape)
+    words = torch.frombuffer(bytearray(os.urandom(16 * max(1, count))), dtype=torch.int64)
+    u = ((words >> 11 & ((1 << 53) - 1)).double() + 0.5) / 2.0**53
+    x = torch.sqrt(-2 * torch.log(u[0::2])) * torch.cos(2 * math.pi * u[1::2])
+    return x[:count].float().reshape(shape)

@@ -7,8 +7,8 @@ maps it over clients, a deployment calls it as it is.  A part that cannot promis
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ class Part:
     """What every filling of a slot declares about itself, checked when a method is built.
 
     ``needs`` and ``takes`` are properties of a payload on its way: it starts as "exact" (not rounded or thinned out), "individual" (the
-    server may look at one client's) and "aligned" (an entry stands at the same place in every round).  ``names`` are patterns that
+    server may look at one client's), "aligned" (an entry stands at the same place in every round) and "unbound" (nobody counts on its length).  ``names`` are patterns that
     the task's trainable tensors must have, ``travels`` patterns that the server must hold.  ``relies`` says what the aggregate must offer,
     for parts that make sense with some aggregates only.
     """
@@ -146,6 +146,10 @@ class Part:
     def publish(self, params: Tensors) -> Tensors:
         """Further tensors that the server holds and hands out, with their start."""
         return {}
+
+    def deployed(self) -> Self:
+        """As it runs between machines: noise comes from the operating system instead of the run's seed."""
+        return self
 
 
 class Work(Part):
@@ -177,6 +181,9 @@ class Aggregate(Part):
         """What other parts may rely on."""
         return frozenset()
 
+    def fits(self, cohort: int) -> None:
+        """Raise `CompositionError` where rounds of so many clients are too small for it."""
+
     def init(self, shared: Tensors) -> Tensors:
         """Its state before the first round."""
         return {}
@@ -204,6 +211,10 @@ class Invite(Part):
     def __call__(self, server: Server) -> list[int]:
         """Client numbers, ascending, of this round's cohort."""
         raise NotImplementedError
+
+    def expected(self, clients: int) -> int:
+        """Size of a cohort out of so many clients."""
+        return clients
 
 
 class Send(Part):
@@ -274,10 +285,6 @@ class Channel(Part):
     summed: ClassVar[bool] = False
     feedback: bool = False
 
-    def deployed(self) -> Channel:
-        """As it runs between machines: noise comes from the operating system."""
-        return self
-
     def encode(self, payload: Tensors, inbox: Inbox) -> Tensors:
         """One client's payload to what travels."""
         return payload
@@ -321,7 +328,7 @@ class Method:
             raise CompositionError(f"method {self.name}: a channel stands behind one whose values are summed; make that one the last")
         if doubled := {n for n in names if names.count(n) > 1}:
             raise CompositionError(f"method {self.name}: {sorted(doubled)[0]!r} stands in its stacks twice")
-        has: set[str] = {"exact", "individual", "aligned"}
+        has: set[str] = {"exact", "individual", "aligned", "unbound"}
         took: dict[str, Part] = {}
         for part in (*self.channels, self.aggregate, *self.observers):
             feedback = {"aligned"} if isinstance(part, Channel) and part.feedback else set()
@@ -354,6 +361,11 @@ class Method:
     def personal(self) -> bool:
         """Whether a client's model is more than its own tensors beside the shared ones: a plug-in changes where it begins."""
         return any(type(p).begin is not Plugin.begin for p in self.plugins)
+
+    def deployed(self) -> Method:
+        """As it runs between machines, see `Part.deployed`."""
+        channels, plugins = tuple(c.deployed() for c in self.channels), tuple(p.deployed() for p in self.plugins)
+        return replace(self, aggregate=self.aggregate.deployed(), apply=self.apply.deployed(), channels=channels, plugins=plugins)
 
     @property
     def vmappable(self) -> bool:

@@ -206,7 +206,7 @@ def coordinate(grid: Any, app: Path, link: Path, runs: str = "", wait: float = W
 
     signal.signal(signal.SIGTERM, stop)
     try:
-        task, method = make_task(recipe, folder), make_method(recipe)
+        task, method = make_task(recipe, folder), make_method(recipe).deployed()
         if task.clients != len(members):
             raise RunError(f"the recipe deals the data to {task.clients} clients; the federation has {len(members)}")
         e = recipe.engine

@@ -221,7 +221,7 @@ class RemoteEngine:
         flat = torch.from_numpy(total.view(np.int64).copy())
         sizes = [schema_size({n: form[n]})[0] // 8 for n in names]
         parts = {n: part.reshape(1, *form[n][1]) for n, part in zip(names, flat.split(sizes), strict=True)}
-        update = Update(parts, torch.ones(1), {}, torch.full((1,), -1))
+        update = Update(parts, torch.full((1,), float(len(alive))), {}, torch.full((1,), -1))
         return Replies(update, dict.fromkeys(alive, schema_size(form)), missing, forgot=frozenset(forgot), counted=tuple(alive))
 
     def commit(self, clients: Sequence[int]) -> None:

@@ -92,7 +92,7 @@ class Site:
     _secrets: dict[tuple[str, int], Secrets] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self.method = replace(self.method, channels=tuple(c.deployed() for c in self.method.channels))
+        self.method = self.method.deployed()
 
     def answer(self, data: bytes) -> bytes:
         """The signed reply to a message; one that cannot be served is answered with a reason."""

@@ -130,6 +130,21 @@ def mean_product(update: Update, server: Server, layer: str) -> Tensor:
     return b @ a
 
 
+def factored(product: Tensor, old_b: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
+    """Deltas (out, r), (r, in) that take factors to the truncated SVD of a dense product (out, in), see `ProductSVD`."""
+    u, s, vh = torch.linalg.svd(product, full_matrices=False)
+    return _cut(u, s, vh, old_b, old_a)
+
+
+def _cut(u: Tensor, s: Tensor, vh: Tensor, old_b: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
+    r = min(old_a.shape[0], len(s))
+    sign = torch.sign(vh[:r].gather(1, vh[:r].abs().argmax(1, keepdim=True)))
+    root = s[:r].sqrt()
+    new_b, new_a = torch.zeros_like(old_b), torch.zeros_like(old_a)
+    new_b[:, :r], new_a[:r] = u[:, :r] * sign.T * root, root[:, None] * sign * vh[:r]
+    return new_b - old_b, new_a - old_a
+
+
 @dataclass(frozen=True)
 class ProductSVD(Aggregate):
     """FlexLoRA: average the products, cut the mean back to factors by SVD; singular values go half to each factor.
@@ -145,14 +160,8 @@ class ProductSVD(Aggregate):
         """The step that takes the shared factors to the truncated SVD of the mean product."""
         step = _others(update)
         for layer in layers(update.payload):
-            old_a, old_b = server.shared[layer + A], server.shared[layer + B]
-            u, s, vh = lowrank.svd(*lowrank.stacked(update.shares, *trained(update, server, layer)))
-            r = min(old_a.shape[0], len(s))
-            sign = torch.sign(vh[:r].gather(1, vh[:r].abs().argmax(1, keepdim=True)))
-            root = s[:r].sqrt()
-            new_a, new_b = torch.zeros_like(old_a), torch.zeros_like(old_b)
-            new_a[:r], new_b[:, :r] = root[:, None] * sign * vh[:r], u[:, :r] * sign.T * root
-            step |= {layer + A: new_a - old_a, layer + B: new_b - old_b}
+            found = lowrank.svd(*lowrank.stacked(update.shares, *trained(update, server, layer)))
+            step[layer + B], step[layer + A] = _cut(*found, server.shared[layer + B], server.shared[layer + A])
         return step, state
 
 

@@ -20,10 +20,14 @@ class Uniform(Invite):
         if not 0 < self.fraction <= 1:
             raise ValueError(f"participation = {self.fraction!r}: must be above 0 and at most 1")
 
+    def expected(self, clients: int) -> int:
+        """Always the same."""
+        return max(1, round(self.fraction * clients))
+
     def __call__(self, server: Server) -> list[int]:
         """Ascending client numbers."""
         clients = len(server.seen)
         if self.fraction == 1:
             return list(range(clients))
-        k = max(1, round(self.fraction * clients))
+        k = self.expected(clients)
         return sorted(torch.randperm(clients, generator=generator(server.seed, server.round, "invite"))[:k].tolist())

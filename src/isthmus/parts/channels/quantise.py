@@ -21,6 +21,7 @@ class Cast(Channel):
     dtype: Literal["fp32", "fp16", "bf16"] = "bf16"
     feedback: bool = False
     name = "cast"
+    needs = frozenset({"unbound"})
     takes = frozenset({"exact"})
 
     def __post_init__(self) -> None:
@@ -42,6 +43,7 @@ class Int8(Channel):
 
     feedback: bool = True
     name = "int8"
+    needs = frozenset({"unbound"})
     takes = frozenset({"exact"})
 
     def encode(self, payload: Tensors, inbox: Inbox) -> Tensors:

@@ -22,6 +22,7 @@ class TopK(Channel):
     fraction: float = 0.1
     feedback: bool = True
     name = "topk"
+    needs = frozenset({"unbound"})
     takes = frozenset({"exact"})
 
     def __post_init__(self) -> None:
