@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import random
@@ -392,10 +393,8 @@ def test_s13_arbitrary_json_as_files_and_tables(tmp_path_factory, value):
     with pytest.raises(DeployError):
         SiteFile.read(folder)
     if isinstance(value, list):
-        try:
+        with contextlib.suppress(Refused):
             read_schema(value)
-        except Refused:
-            pass
     if isinstance(value, dict):
         with pytest.raises(RecipeError):
             parse(value)

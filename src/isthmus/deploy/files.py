@@ -113,10 +113,8 @@ def for_deployment(recipe: Recipe, clients: int, own_data: bool) -> Recipe:
     With ``own_data`` every site brings its own rows and the coordinator has none; otherwise all machines load the recipe's data, and
     each site uses its client's part of it (a trial, or a set that is on every machine).
     """
-    changes: dict[str, Any] = {"partition.clients": clients, "evaluate.references": False}
-    if own_data:
-        changes |= {"data.source": "nowhere", "partition.kind": "seat"}
-    return recipe.updated(changes)
+    where: dict[str, Any] = {"partition.kind": "seat", "data.source": "nowhere"} if own_data else {}
+    return recipe.updated(where | {"partition.clients": clients, "evaluate.references": False})
 
 
 def seated(recipe: Recipe, seat: int, data: str | None) -> Recipe:

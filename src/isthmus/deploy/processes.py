@@ -217,11 +217,8 @@ class Trial:
 
     def broken(self) -> str | None:
         """Why the run cannot go on, if a process has ended that must not."""
-        for name in ("link",):
-            code = self.processes[name].poll()
-            if code is not None:
-                return f"{name} ended with code {code}; see {self.folder / 'log' / f'{name}.log'}"
-        return None
+        code = self.processes["link"].poll() if "link" in self.processes else -1
+        return None if code is None else f"the link ended with code {code}; see {self.folder / 'log' / 'link.log'}"
 
     def kill(self, name: str, how: int = signal.SIGKILL) -> None:
         """End a process and all that it started."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
+import scipy.linalg.blas
 import scipy.optimize
 import scipy.sparse
 from numpy.typing import ArrayLike, NDArray
@@ -26,20 +27,21 @@ from sklearn.utils.validation import check_is_fitted, check_random_state, valida
 
 Array = NDArray[np.float64]
 Index = NDArray[np.signedinteger[Any]]
-_ROWS = 16384  # of a block: X is never copied whole
+_ROWS = 4096  # of a block: X is never copied whole
+_MANY = 100_000  # rows from which on a part of them decides what only has to be decided roughly
 _GRID = 8192
 
 
 def gram(x: Array, weight: Array, target: Array) -> tuple[Array, Array]:
-    """``X' W X`` (d, d) and ``X' W target`` (d,), block by block."""
+    """``X' W X`` (d, d) and ``X' W target`` (d,) for weights from 0 on, block by block."""
     d = x.shape[1]
-    square, right = np.zeros((d, d)), np.zeros(d)
+    square, right = np.zeros((d, d), order="F"), np.zeros(d)
     for i in range(0, len(x), _ROWS):
-        rows = x[i : i + _ROWS]
-        weighted = rows * weight[i : i + _ROWS, None]
-        square += weighted.T @ rows
-        right += weighted.T @ target[i : i + _ROWS]
-    return square, right
+        root = np.sqrt(weight[i : i + _ROWS])
+        rows = x[i : i + _ROWS] * root[:, None]
+        square = scipy.linalg.blas.dsyrk(1.0, rows.T, beta=1.0, c=square, overwrite_c=True)  # the upper half
+        right += rows.T @ (target[i : i + _ROWS] * root)
+    return np.triu(square) + np.triu(square, 1).T, right
 
 
 def solve(square: Array, right: Array) -> Array:
@@ -48,9 +50,15 @@ def solve(square: Array, right: Array) -> Array:
     return np.linalg.lstsq(square / scale / scale[:, None], right / scale, rcond=1e-12)[0] / scale
 
 
-def least_absolute(x: Array, y: Array, max_iter: int = 200, tol: float = 1e-9) -> Array:
-    """argmin_b sum_i |y_i - <x_i, b>|: exactly, as a linear program, up to 4,000 rows; else by reweighted least squares, smoothed ever less."""
+def least_absolute(x: Array, y: Array, max_iter: int = 200, tol: float = 1e-9, rough: bool = False) -> Array:
+    """argmin_b sum_i |y_i - <x_i, b>|: exactly, as a linear program, up to 4,000 rows; else by reweighted least squares, smoothed ever less.
+
+    ``rough``: a start for something else; of very many rows a part is enough.
+    """
     n, d = x.shape
+    if rough and n > _MANY:
+        part = np.sort(np.random.default_rng(0).choice(n, _MANY // 2, replace=False))
+        return least_absolute(x[part], y[part], tol=1e-6)
     if n <= 4000:
         cost = np.concatenate([np.zeros(d), np.ones(2 * n)])
         each = scipy.sparse.identity(n, format="csc")
@@ -141,7 +149,7 @@ class SubsetOfSignals(RegressorMixin, BaseEstimator):
         method: "auto" (held-out likelihood decides), "mixture" or "absolute".
         fit_intercept: whether to centre.
         scales: points of the grid of scales.
-        max_iter, tol: of EM.
+        max_iter, tol: of EM, which ends when coefficients move by less than ``tol`` standard errors.
         random_state: of the held-out split.
 
     Attributes:
@@ -158,7 +166,7 @@ class SubsetOfSignals(RegressorMixin, BaseEstimator):
         fit_intercept: bool = True,
         scales: int = 40,
         max_iter: int = 200,
-        tol: float = 1e-7,
+        tol: float = 1e-3,
         random_state: int | None = 0,
     ) -> None:
         self.unit = unit
@@ -191,7 +199,7 @@ class SubsetOfSignals(RegressorMixin, BaseEstimator):
         wide = np.column_stack([x, np.ones(len(x))]) if self.fit_intercept else x
         methods = ("mixture", "absolute") if self.method == "auto" else (self.method,)
         self.method_ = methods[0] if len(methods) == 1 else self._choose(wide, y, index)
-        b = least_absolute(wide, y)
+        b = least_absolute(wide, y, rough=self.method_ == "mixture")
         self.unit_ = self._unit(np.abs(y - wide @ b), wide.shape[1])
         b, mixture, self.n_iter_ = self._estimate(wide, y, index, b, self.method_)
         self._describe(wide, y, index, b, mixture)
@@ -218,13 +226,16 @@ class SubsetOfSignals(RegressorMixin, BaseEstimator):
         mixture = _Mixture(self.unit_, 1.5 * float(np.sqrt(square.max())), self.scales)
         done = 0
         for done in range(1, self.max_iter + 1):
-            precision = mixture.step(square, count)
+            for _ in range(3):  # the weights move slowly, and a step of theirs is cheap
+                precision = mixture.step(square, count)
             if method == "absolute":
-                if done >= 50:
+                if done >= 17:
                     break
                 continue
-            after = solve(*gram(x, precision[index], y))
-            moved = np.linalg.norm(x[:1000] @ (after - b)) / (np.linalg.norm(x[:1000] @ after) + self.unit_)
+            information, right = gram(x, precision[index], y)
+            after = solve(information, right)
+            change = after - b
+            moved = np.sqrt(max(change @ information @ change, 0.0) / len(b))  # in standard errors
             b, square = after, _sum(index, (y - x @ after) ** 2)
             if moved < self.tol:
                 break
@@ -233,9 +244,13 @@ class SubsetOfSignals(RegressorMixin, BaseEstimator):
     def _choose(self, x: Array, y: Array, index: Index) -> str:
         """The method whose coefficients give a held-out fifth of the sources the higher likelihood."""
         sources = int(index.max()) + 1
-        held = np.zeros(sources, dtype=bool)
-        held[check_random_state(self.random_state).permutation(sources)[: max(1, sources // 5)]] = True
-        out, train = held[index], ~held[index]
+        order = check_random_state(self.random_state).permutation(sources)
+        if len(index) > _MANY:  # a part of the sources decides
+            order = order[: max(5, sources * _MANY // len(index))]
+        fold = np.full(sources, -1)
+        fold[order] = 0
+        fold[order[: max(1, len(order) // 5)]] = 1
+        out, train = fold[index] == 1, fold[index] == 0
         if train.sum() < 2 * x.shape[1]:
             return "absolute"
         again = np.unique(index[train], return_inverse=True)[1].reshape(-1)
