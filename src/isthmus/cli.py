@@ -280,6 +280,46 @@ def quality(run: RunFolder, json_: Json = False) -> None:
         )
 
 
+@app.command()
+def watch(
+    run: RunFolder,
+    host: Annotated[str, typer.Option(help="Address to listen at; one that others reach wants a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8050,
+    token: Annotated[str | None, typer.Option(help="Wanted from everybody. Default: none on this machine alone, else made up.")] = None,
+) -> None:
+    """A live page of a running or finished run: rounds, clients, accuracy, bytes, privacy spent; /metrics for Prometheus."""
+    with _clear_errors():
+        from .report.watch import Watch
+
+        try:
+            server = Watch(run, host, port, token)
+        except OSError as error:
+            raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
+        typer.echo(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            server.server_close()
+
+
+@app.command()
+def verify(run: RunFolder, json_: Json = False) -> None:
+    """Check that a run's ledger is as it was written, line by line, and that its checkpoints are whole."""
+    with _clear_errors():
+        from .core import checkpoint
+        from .core.ledger import Ledger
+        from .core.recipe import RecipeError
+
+        if not (run / "ledger.jsonl").exists():
+            raise RecipeError(f"{run} is not a run folder: it has no ledger.jsonl")
+        lines = Ledger(run / "ledger.jsonl").verify()
+        whole = [checkpoint.load(p)[0] for p in sorted((run / "checkpoints").glob("round-*"))]
+        if json_:
+            _print_json({"rounds": lines, "checkpoints": whole})
+            return
+        typer.echo(f"{lines} rounds as they were written; checkpoints after rounds {', '.join(map(str, whole))} are whole")
+
+
 @app.command("list")
 def list_(
     json_: Json = False,

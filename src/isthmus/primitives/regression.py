@@ -235,7 +235,7 @@ class SubsetOfSignals(RegressorMixin, BaseEstimator):
             information, right = gram(x, precision[index], y)
             after = solve(information, right)
             change = after - b
-            moved = np.sqrt(max(change @ information @ change, 0.0) / len(b))  # in standard errors
+            moved = float(np.sqrt(np.clip(change @ information @ change, 0, None) / len(b)))  # in standard errors
             b, square = after, _sum(index, (y - x @ after) ** 2)
             if moved < self.tol:
                 break
