@@ -157,7 +157,7 @@ def test_an_inbox_carries_what_is_one_clients_own():
     class Reads(Plugin):
         name = "reads"
 
-        def publish(self, params):
+        def publish(self, params, clients):
             return {"mark": torch.zeros(1)}
 
         def init(self, params):

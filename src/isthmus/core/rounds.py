@@ -42,7 +42,7 @@ def client_start(method: Method, task: Task, seed: int, rank: Tensor | None = No
     for channel in method.channels:
         if channel.feedback:
             held = {n: params[n] for n in shared}
-            sent = held | {n: t for p in method.plugins for n, t in p.publish(held).items()}
+            sent = held | {n: t for p in method.plugins for n, t in p.publish(held, task.clients).items()}
             memory |= prefixed({n: torch.zeros_like(t) for n, t in sent.items() if t.is_floating_point()}, f"{channel.name}/")
     ranks = [t for n, t in memory.items() if n.endswith("/rank")] + ([] if rank is None else [rank])
     return memory | ({"rank": torch.stack(ranks).amin()} if ranks else {})
@@ -230,7 +230,7 @@ def server_start(method: Method, task: Task, seed: int) -> Server:
     params = task.init(seed)
     method.check(params)
     shared = {n: params[n] for n in scope(method, task, list(params))}
-    more = {n: t for part in (*method.plugins, method.aggregate) for n, t in part.publish(shared).items()}
+    more = {n: t for part in (*method.plugins, method.aggregate) for n, t in part.publish(shared, task.clients).items()}
     shared |= more
     state = prefixed(method.aggregate.init(shared), "aggregate/") | prefixed(method.apply.init(shared), "apply/")
     server = Server(shared, state, 0, (-1,) * task.clients, dict.fromkeys(shared, -2), frozenset(more), seed)
@@ -248,8 +248,8 @@ def open_round(method: Method, server: Server, cohort: list[int] | None = None) 
 def upload_schemas(method: Method, task: Task, outgoing: Outgoing, rank: int | None = None) -> list[Schema]:
     """The schema of one client's payload before each channel and after the last, found by sending an example of zeros through."""
     trained = {n: t for n, t in outgoing.shared.items() if n not in outgoing.server.published}
-    more = [n for plugin in method.plugins for n in plugin.publish(trained)]
     inbox = outgoing.inbox(torch.tensor(0), {})
+    more = [n for p in method.plugins for n in p.publish(trained, task.clients) if p.speaks(n, inbox)]
     names = [n for n in [*method.share(sorted(trained), inbox), *more] if n in outgoing.shared]
     example = {n: torch.zeros_like(outgoing.shared[n]) for n in names}
     example = example if rank is None or method.summed else task.crop(example, rank)

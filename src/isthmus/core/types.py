@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from .batches import Batches
 from .tensors import Tensors, matches
 from .wire import Schema
 
@@ -143,8 +144,8 @@ class Part:
     travels: ClassVar[tuple[str, ...]] = ()
     relies: ClassVar[frozenset[str]] = frozenset()
 
-    def publish(self, params: Tensors) -> Tensors:
-        """Further tensors that the server holds and hands out, with their start."""
+    def publish(self, params: Tensors, clients: int) -> Tensors:
+        """Further tensors that the server holds and hands out, with their start, in a federation of so many clients."""
         return {}
 
     def deployed(self) -> Self:
@@ -154,6 +155,10 @@ class Part:
 
 class Work(Part):
     """Slot: local training, or statistics without gradients."""
+
+    def plan(self, batches: Batches, round: int) -> Batches:
+        """How it wants a client's rows to become steps in a round; statistics see every row once."""
+        return batches
 
     def __call__(self, params: Tensors, loss: Loss, batches: Tensors, inbox: Inbox, rates: Tensors) -> Trained:
         """Batches are (steps, B, ...); ``rates`` multiply the learning rates of the tensors that they name."""
@@ -248,6 +253,10 @@ class Plugin(Part):
     """Stack: a client-private wrapper around local work.  Override what you need; keep state in ``memory``, never on self."""
 
     probe: ClassVar[bool] = False
+
+    def speaks(self, name: str, inbox: Inbox) -> bool:
+        """Whether a tensor that it published is in this round's payload."""
+        return True
 
     def init(self, params: Tensors) -> Tensors:
         """Its private memory before the client's first round."""

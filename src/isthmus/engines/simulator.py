@@ -130,10 +130,11 @@ class Simulator:
             r: upload_schemas(self.method, self.task, outgoing, r)[-1] for r in ([None] if ranks is None else sorted(set(ranks.tolist())))
         }
         missing: dict[int, str] = {}
+        plan = self.method.work.plan(self.batches, outgoing.round)
         seconds, who = [0.0], []
         for c in outgoing.cohort:
             size = schema_size(forms[None if ranks is None else int(ranks[c])])[1]
-            took, why = self.faults.answer(outgoing.seed, outgoing.round, c, self.batches.count(int(self._examples[c])), 2 * size)
+            took, why = self.faults.answer(outgoing.seed, outgoing.round, c, plan.count(int(self._examples[c])), 2 * size)
             seconds.append(took if not why else (self.faults.deadline or took))
             missing |= {c: why} if why else {}
             who += [] if why else [c]
@@ -144,7 +145,7 @@ class Simulator:
             )
         self._pending, parts = [], []
         # clients with about as many steps go together, so that few steps are padding
-        who.sort(key=lambda c: (-self.batches.count(int(self._examples[c])), c))
+        who.sort(key=lambda c: (-plan.count(int(self._examples[c])), c))
         chunk = self.chunk or max(1, min(256, _CHUNK_BYTES // max(1, nbytes(outgoing.shared) + nbytes(self.memory(0)))))
         for i in range(0, len(who), chunk):
             some = sorted(who[i : i + chunk])
@@ -197,10 +198,11 @@ class Simulator:
 
     def _batches(self, outgoing: Outgoing, some: list[int]) -> Tensors | list[Tensors]:
         """Steps of each client: padded to one stack where they run together, else of each one's own length."""
-        drawn = [self.batches.draw(self.task.rows(c, "train"), outgoing.seed, outgoing.round, c) for c in some]
+        plan = self.method.work.plan(self.batches, outgoing.round)
+        drawn = [plan.draw(self.task.rows(c, "train"), outgoing.seed, outgoing.round, c) for c in some]
         if not self.together:
             return [self.task.batch(d) for d in drawn]
-        rows = torch.full((len(some), max(len(d) for d in drawn), self.batches.size), -1, dtype=torch.long)
+        rows = torch.full((len(some), max(len(d) for d in drawn), plan.size), -1, dtype=torch.long)
         for i, d in enumerate(drawn):
             rows[i, : len(d)] = d
         return self.task.batch(rows)

@@ -186,7 +186,8 @@ class Site:
         probe: Tensors = {}
         if any(p.probe for p in self.method.plugins):
             probe = self.task.batch(self.batches.probe(rows, self.seed, round, self.client))
-        return self.task.batch(self.batches.draw(rows, self.seed, round, self.client)), probe, torch.tensor(float(len(rows)))
+        plan = self.method.work.plan(self.batches, round)
+        return self.task.batch(plan.draw(rows, self.seed, round, self.client)), probe, torch.tensor(float(len(rows)))
 
     # What it answers
 

@@ -53,7 +53,7 @@ class Selection(Plugin):
     def _biases(self, params: Tensors) -> Tensors:
         return {n: t for n, t in params.items() if matches(n, self.names) and not n.startswith("head.")}
 
-    def publish(self, params: Tensors) -> Tensors:
+    def publish(self, params: Tensors, clients: int) -> Tensors:
         """The masks' place in a payload; the server's own stay at 0."""
         return prefixed(tmap(lambda t: torch.zeros_like(t, dtype=torch.bool), self._biases(params)), MASK)
 

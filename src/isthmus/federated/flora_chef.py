@@ -45,9 +45,9 @@ class Dispersion(Aggregate):
         """Dispersion, and what the base offers."""
         return self.base.offers | {"dispersion"}
 
-    def publish(self, params: Tensors) -> Tensors:
+    def publish(self, params: Tensors, clients: int) -> Tensors:
         """What the base publishes."""
-        return self.base.publish(params)
+        return self.base.publish(params, clients)
 
     def init(self, shared: Tensors) -> Tensors:
         """Nothing seen."""

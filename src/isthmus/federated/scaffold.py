@@ -24,7 +24,7 @@ class ControlVariates(Plugin):
     name = "scaffold"
     relies = frozenset({_C + "*"})
 
-    def publish(self, params: Tensors) -> Tensors:
+    def publish(self, params: Tensors, clients: int) -> Tensors:
         """c starts at 0."""
         return prefixed(tmap(torch.zeros_like, params), _C)
 

@@ -54,9 +54,9 @@ class MeanWherePresent(Aggregate):
         """That of the base."""
         return self.base.init(shared)
 
-    def publish(self, params: Tensors) -> Tensors:
+    def publish(self, params: Tensors, clients: int) -> Tensors:
         """That of the base."""
-        return self.base.publish(params)
+        return self.base.publish(params, clients)
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """Masks themselves make no step."""
@@ -100,9 +100,9 @@ class Routed(Aggregate):
         """Each part's state under its number."""
         return {n: t for i, part in enumerate(self.routes.values()) for n, t in prefixed(part.init(shared), f"{i}/").items()}
 
-    def publish(self, params: Tensors) -> Tensors:
+    def publish(self, params: Tensors, clients: int) -> Tensors:
         """What the parts publish."""
-        return {n: t for part in self.routes.values() for n, t in part.publish(params).items()}
+        return {n: t for part in self.routes.values() for n, t in part.publish(params, clients).items()}
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """The parts' steps side by side."""
@@ -203,7 +203,7 @@ class IntoBase(Aggregate):
         """Whether the factors themselves were merged, so that they may start afresh."""
         return frozenset() if self.residual else frozenset({"merged"})
 
-    def publish(self, params: Tensors) -> Tensors:
+    def publish(self, params: Tensors, clients: int) -> Tensors:
         """One dense delta (out, in) for each layer."""
         return {f"{n}.delta": params[n + B].new_zeros(params[n + B].shape[0], params[n + A].shape[1]) for n in layers(params)}
 

@@ -55,9 +55,9 @@ class NoisyMean(Aggregate):
         """With noise from the operating system."""
         return replace(self, system=True)
 
-    def publish(self, params: Tensors) -> Tensors:
+    def publish(self, params: Tensors, clients: int) -> Tensors:
         """What the base publishes."""
-        return self.base.publish(params)
+        return self.base.publish(params, clients)
 
     def init(self, shared: Tensors) -> Tensors:
         """State: rounds that were noised."""
@@ -135,7 +135,7 @@ class Bound(Plugin):
     name = "dp"
     relies = frozenset({"accounted"})
 
-    def publish(self, params: Tensors) -> Tensors:
+    def publish(self, params: Tensors, clients: int) -> Tensors:
         """The bound, which the server moves."""
         return {CLIP: torch.tensor(self.clip)}
 

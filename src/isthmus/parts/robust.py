@@ -244,9 +244,9 @@ class Guarded(Aggregate):
         """That of the base."""
         return self.base.init(shared)
 
-    def publish(self, params: Tensors) -> Tensors:
+    def publish(self, params: Tensors, clients: int) -> Tensors:
         """That of the base."""
-        return self.base.publish(params)
+        return self.base.publish(params, clients)
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """The base's step from what the rule leaves."""
