@@ -175,7 +175,39 @@ def regression_more() -> str:
     return markdown(["", "measured"], rows)
 
 
+def load() -> str:
+    """Seconds and memory of a coordinator by number of clients."""
+    rows = [
+        [f"{r['clients']:,}", f"{r['rounds']}", f"{r['seconds_a_round']:.2f}", f"{r['last_tenth_seconds'] / r['first_tenth_seconds']:.2f}",
+         f"{r['growth_mb_a_round']:.2f}", f"{r['peak_mb'] / 1e3:.1f}"]
+        for r in result("load")["rows"]
+    ]  # fmt: skip
+    head = ["clients", "rounds", "seconds a round", "last tenth / first tenth", "growth, MB a round", "peak, GB"]
+    return markdown(head, rows)
+
+
+def robust() -> str:
+    """Accuracy by attack and rule."""
+    rows = result("robust")["digits"]
+    rules = list(dict.fromkeys(r["rule"] for r in rows))
+    out = []
+    for attack, share in dict.fromkeys((r["attack"], r["share"]) for r in rows):
+        mine = {r["rule"]: r for r in rows if (r["attack"], r["share"]) == (attack, share)}
+        name = attack if attack == "none" else f"{attack}, {share} %"
+        out.append([name, *(f"{100 * mine[r]['accuracy'][0]:.1f} ± {100 * mine[r]['accuracy'][1]:.1f}" for r in rules)])
+        if "fooled" in mine[rules[0]]:
+            out.append([f"fooled, {share} %", *(f"{100 * mine[r]['fooled'][0]:.0f}" for r in rules)])
+    return markdown(["attack", *(f"`{r}`" for r in rules)], out)
+
+
+def robust_news() -> str:
+    """MiniLM, in both spaces."""
+    rows = [[f"`{r['rule']}`", r["space"], f"{100 * r['clean']:.1f}", f"{100 * r['attacked']:.1f}"] for r in result("robust")["news"]]
+    return markdown(["rule", "space", "nobody hostile", "three of ten flip the sign"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "load": load, "robust": robust, "robust-news": robust_news,
     "kmeans": kmeans, "kmeans-phases": kmeans_phases, "kmeans-bounds": kmeans_bounds, "certificate": certificate,
     "certificate-diagnostics": certificate_diagnostics, "forecasting": forecasting, "forecasting-cost": forecasting_cost,
     "regression": regression, "regression-more": regression_more,

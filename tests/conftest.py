@@ -72,6 +72,14 @@ def digits_task(**changes) -> ArrayTask:
     return digits(digits_recipe(**changes))
 
 
+def logic_task(**changes):
+    """Digits as bits, networks of 2 x 40 gates."""
+    from isthmus.tasks.logic import logic
+
+    table = {"task": {"kind": "logic", "width": 40, "layers": 2, "thresholds": [0.5]}, "partition": {"clients": 4}, "data.limit": 400}
+    return logic(digits_recipe(**table).updated(changes))
+
+
 def have(*packages: str) -> bool:
     return all(importlib.util.find_spec(p) is not None for p in packages)
 

@@ -280,6 +280,31 @@ def quality(run: RunFolder, json_: Json = False) -> None:
         )
 
 
+@app.command("compile")
+def compile_(
+    run: RunFolder,
+    synthesise: Annotated[bool, typer.Option(help="Count cells with Yosys, where it is installed.")] = True,
+    json_: Json = False,
+) -> None:
+    """Write a run's logic-gate classifier as Verilog and C, checked against the model on every test row."""
+    with _clear_errors():
+        from .compilation import compile_run
+
+        found = compile_run(run, synthesise)
+        if json_:
+            _print_json(found)
+            return
+        typer.echo(f"gates       {found['gates']}")
+        if found.get("cells"):
+            typer.echo(f"cells       {found['cells']['total']} after synthesis")
+        elif found.get("why"):
+            typer.echo(f"cells       not counted: {found['why']}")
+        typer.echo(
+            f"test rows   {found['test_rows']}, {found['mismatches']} differ from the model; accuracy {100 * found['accuracy']:.1f} %"
+        )
+        typer.echo(f"files       {found['folder']}")
+
+
 @app.command()
 def watch(
     run: RunFolder,

@@ -57,6 +57,7 @@ class Arrived:
     constants: Tensors  # what else its model is made of
     memory: Mapping[str, Tensors]  # of each plug-in
     loss: Loss  # without what plug-ins wrap around it
+    task: Task
 
     @property
     def model(self) -> Tensors:
@@ -81,11 +82,13 @@ def arrive(method: Method, task: Task, inbox: Inbox, memory: Tensors, probe: Ten
     for plugin in method.plugins:
         params, mine[plugin.name] = plugin.begin(params, mine[plugin.name], inbox, loss, probe)
         constants |= {n: params.pop(n) for n in list(params) if n not in names}
-    return Arrived(inbox, params, constants, mine, loss)
+    return Arrived(inbox, params, constants, mine, loss, task)
 
 
 def learn(method: Method, at: Arrived, batches: Tensors) -> Trained:
-    """Wrap the loss, work."""
+    """Wrap the loss, work; or count."""
+    if method.work.counts(at.inbox.round):
+        return method.work(at.params, lambda p, batch: at.task.statistics({**at.constants, **p}, batch), batches, at.inbox, {})
     loss = at.loss
     rates: Tensors = {}
     for plugin in method.plugins:

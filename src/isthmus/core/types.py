@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from .batches import Batches
 from .tensors import Tensors, matches
 from .wire import Schema
 
-Loss = Callable[[Tensors, Tensors], Tensor]
-"""(trainable tensors, batch) to a scalar."""
+Loss = Callable[[Tensors, Tensors], Any]
+"""(trainable tensors, batch) to a scalar; where a work counts, to sums by name."""
 
 
 class CompositionError(ValueError):
@@ -37,6 +37,10 @@ class Task(Protocol):
 
     def loss(self, params: Tensors, batch: Tensors) -> Tensor:
         """One client's mean loss over the valid rows of a batch, shape ()."""
+        ...
+
+    def statistics(self, params: Tensors, batch: Tensors) -> Tensors:
+        """Sums over the valid rows of one client's batch, for methods that count; tasks that have none raise."""
         ...
 
     def rows(self, client: int, split: str) -> Tensor:
@@ -125,6 +129,7 @@ class Trained:
     params: Tensors
     report: Tensors
     gradient: Tensors  # mean gradient over the steps taken, for parts that keep control variates
+    counts: Tensors = field(default_factory=dict)  # what was counted where nothing was trained
 
 
 class Part:
@@ -155,6 +160,10 @@ class Part:
 
 class Work(Part):
     """Slot: local training, or statistics without gradients."""
+
+    def counts(self, round: int) -> bool:
+        """Whether in this round it is given the task's `statistics` in place of the loss."""
+        return False
 
     def plan(self, batches: Batches, round: int) -> Batches:
         """How it wants a client's rows to become steps in a round; statistics see every row once."""

@@ -20,7 +20,7 @@ class Add(Apply):
 
     def __call__(self, server: Server, step: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         """Stateless."""
-        return {n: server.shared[n] + self.lr * d for n, d in step.items()}, state
+        return {n: server.shared[n] + (d if self.lr == 1 else self.lr * d) for n, d in step.items()}, state
 
 
 @dataclass(frozen=True)

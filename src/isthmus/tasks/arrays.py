@@ -93,6 +93,10 @@ class ArrayTask:
         valid = batch["valid"].to(each.dtype)
         return (each * valid).sum() / valid.sum().clamp_min(1)
 
+    def statistics(self, params: Tensors, batch: Tensors) -> Tensors:
+        """None: what it learns is trained."""
+        raise NotImplementedError("this task has no statistics; the method needs one that counts")
+
     def rows(self, client: int, split: str) -> Tensor:
         """Row numbers of ``split`` "train" or "test"."""
         return (self.train if split == "train" else self.test)[client]

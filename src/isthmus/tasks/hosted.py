@@ -105,6 +105,10 @@ class HostTask:
         """Adapters as they start, and the head at zero."""
         return self.host.init(seed) | self.head.init()
 
+    def statistics(self, params: Tensors, batch: Tensors) -> Tensors:
+        """None: what it learns is trained."""
+        raise NotImplementedError("this task has no statistics; the method needs one that counts")
+
     def rows(self, client: int, split: str) -> Tensor:
         """Row numbers of ``split`` "train" or "test"."""
         return (self.train if split == "train" else self.test)[client]
