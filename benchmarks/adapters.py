@@ -59,6 +59,8 @@ FIXED: dict[str, dict] = {
     "no_rates:frank_lora": {"method.rates": False},
     "outside:fedrecall": {"method.inside": False},
     **{f"outside:{b}+fedrecall": {"method.fedrecall": {"inside": False}} for b in RECALL},
+    # as many shared ranks as FedAvg has, and as many again for the client
+    "fedavg+beside": {"adapter.rank": 16, "method.beside": {"ranks": 8}},
     "random:fedibs": {"method.score": "random"},
     "change:fedibs": {"method.score": "change"},
     "lora:fedavg": {"adapter": {"kind": "lora", "rank": 8, "layers": "upper:2"}},
@@ -84,7 +86,7 @@ TABLES: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "tasks": (
         "three corpora, label sets of their own",
         FOREIGN,
-        (*(m for b in RECALL for m in (b, f"{b}+fedrecall", f"outside:{b}+fedrecall")), "local"),
+        (*(m for b in RECALL for m in (b, f"{b}+fedrecall", f"outside:{b}+fedrecall")), "fedavg+beside", "local"),
     ),
     "biases": ("BBC News, Dirichlet 0.1, biases", {"partition.alpha": 0.1} | BIASES, BIAS),
     "animals": (

@@ -80,6 +80,7 @@ def certificate() -> str:
             terms = [f"{percent(r[t]['measured'])} (≤ {percent(r[t]['upper'])})" for t in ("decoder", "agreement", "stability")]
             other = percent(r["hold_out"]) if "hold_out" in r else "–"
             weights = ("vacuous" if r["pac_bayes"] >= 1 else percent(r["pac_bayes"])) if "pac_bayes" in r else "–"
+            norm = found.get("norm_based", {}).get(name)
             rows.append(
                 [
                     f"{name}, {kind}",
@@ -89,9 +90,21 @@ def certificate() -> str:
                     f"{round(r['held'] * r['splits'])} of {r['splits']}",
                     other,
                     weights,
+                    ("vacuous" if norm >= 1 else percent(norm)) if norm is not None and kind == "frozen" else "–",
                 ]
             )
-    head = ["set", "decoder", "agreement", "stability", "bound", "test error", "held", "labelled hold-out", "PAC-Bayes by weights"]
+    head = [
+        "set",
+        "decoder",
+        "agreement",
+        "stability",
+        "bound",
+        "test error",
+        "held",
+        "labelled hold-out",
+        "PAC-Bayes by weights",
+        "margin by norm",
+    ]
     return markdown(head, rows)
 
 

@@ -152,3 +152,31 @@ def test_bad_input_and_what_does_not_fit():
     replace(one, channels=(*one.channels, Int8(feedback=False)))
     with pytest.raises(CompositionError, match="OnlyPresent took away"):
         replace(one, channels=(*one.channels, GaussianNoise(1.0, 0.1)))
+
+
+def test_with_private_masks_noise_and_secure_sums_go_over_it():
+    """No mask travels; without a personal coordinate it is the base; dp, local noise and secure sums take it as any other method."""
+    from isthmus.core.rounds import open_round, upload_schemas
+    from isthmus.runner import make_method
+
+    from ..conftest import digits_recipe, tiny_text_task
+    from ..contracts.contracts import difference, play
+
+    t = tiny_text_task(adapters=[Biases()])
+
+    def method(kind, **more):
+        return make_method(digits_recipe(**{"method.kind": kind, "method.fedibs": {"private_masks": True, "horizon": 2}, **more}))
+
+    plain = make_method(digits_recipe())
+    none = make_method(digits_recipe(**{"method.kind": "fedibs", "method.private_masks": True, "method.rho": 0.0}))
+    assert difference(play(none, t)[1].shared, play(plain, t)[1].shared) == 0.0
+    private = method("fedibs+fedprox")
+    engine, server, _ = play(private, t, rounds=3)
+    assert not any("mask" in n for n in upload_schemas(private, t, open_round(private, server))[-1])
+    masks = [x for n, x in engine.state().items() if n.startswith("fedibs/mask.")]
+    assert any(m.any() for m in masks)
+    _, noisy, records = play(method("fedibs+dp"), t, rounds=2)
+    assert records[-1].metrics["epsilon"] > 0
+    _, summed, _ = play(method("fedibs+fedprox", channels=[{"kind": "secure_sum"}]), t, rounds=3)
+    assert difference(summed.shared, server.shared) < 1e-5
+    assert all(torch.isfinite(x).all() for x in noisy.shared.values())

@@ -45,6 +45,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "flsauce": _FEDERATED + "flora_chef:flsauce",
         "fedibs": _FEDERATED + "fedibs:fedibs",
         "fedrecall": _FEDERATED + "fedrecall:fedrecall",
+        "beside": _FEDERATED + "beside:beside",
         "norm_bound": _FEDERATED + "robust:norm_bound",
         "krum": _FEDERATED + "robust:krum",
         "multi_krum": _FEDERATED + "robust:multi_krum",

@@ -39,11 +39,15 @@ def client_start(method: Method, task: Task, seed: int, rank: Tensor | None = No
     memory = prefixed({n: t for n, t in params.items() if n not in shared}, "kept/")
     for plugin in method.plugins:
         memory |= prefixed(plugin.init(params), f"{plugin.name}/")
-    for channel in method.channels:
+    held = {n: params[n] for n in shared}
+    sent = {
+        n: torch.zeros_like(t) for n, t in (held | {n: t for p in method.plugins for n, t in p.publish(held, task.clients).items()}).items()
+    }
+    for i, channel in enumerate(method.channels):
         if channel.feedback:
-            held = {n: params[n] for n in shared}
-            sent = held | {n: t for p in method.plugins for n, t in p.publish(held, task.clients).items()}
-            memory |= prefixed({n: torch.zeros_like(t) for n, t in sent.items() if t.is_floating_point()}, f"{channel.name}/")
+            memory |= prefixed({n: t for n, t in sent.items() if t.is_floating_point()}, f"{channel.name}/")
+        if any(c.feedback for c in method.channels[i + 1 :]):
+            sent = channel.encode(sent, Inbox(held, 0, torch.tensor(0), seed=seed))
     ranks = [t for n, t in memory.items() if n.endswith("/rank")] + ([] if rank is None else [rank])
     return memory | ({"rank": torch.stack(ranks).amin()} if ranks else {})
 

@@ -148,13 +148,8 @@ class Choose(Aggregate):
         classes, candidates = total[FIRES].shape
         if self.everything:
             width = server.shared["pool.types"].shape[2]
-            found = (
-                torch.stack(
-                    [g for g in (torch.arange(candidates).reshape(-1, classes, width // classes).transpose(0, 1).reshape(classes, -1))]
-                ),
-                torch.ones(classes, candidates // classes),
-                torch.zeros(classes),
-            )
+            groups = torch.arange(candidates).reshape(-1, classes, width // classes).transpose(0, 1).reshape(classes, -1)
+            found = groups, torch.ones(groups.shape), torch.zeros(classes)
         else:
             found = selection(total[FIRES], total[ROWS], self.gates, self.diversity)
         names = ("select.index", "select.sign", "select.bias")

@@ -45,16 +45,21 @@ class Selection(Plugin):
     schedule: Schedule
     score: Score = "laplace"
     decay: float = 0.5
+    told: bool = True  # whether masks travel
     names = travels = ("*.bias",)
-    relies = frozenset({"masks"})
     name = "fedibs"
     probe = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "relies", frozenset({"masks"}) if self.told else frozenset())
 
     def _biases(self, params: Tensors) -> Tensors:
         return {n: t for n, t in params.items() if matches(n, self.names) and not n.startswith("head.")}
 
     def publish(self, params: Tensors, clients: int) -> Tensors:
         """The masks' place in a payload; the server's own stay at 0."""
+        if not self.told:
+            return {}
         return prefixed(tmap(lambda t: torch.zeros_like(t, dtype=torch.bool), self._biases(params)), MASK)
 
     def init(self, params: Tensors) -> Tensors:
@@ -73,14 +78,19 @@ class Selection(Plugin):
 
     def end(self, params: Tensors, memory: Tensors, inbox: Inbox, trained: Trained) -> tuple[Tensors, Tensors, Tensors]:
         """Choose this round's personal coordinates; the mask in the payload marks the others."""
-        memory, extra = dict(memory), {}
+        memory, extra, params = dict(memory), {}, dict(params)
         for n, own in self._biases(params).items():
             count = self.schedule.count(own.numel(), inbox.round)
             score = torch.where(memory[MASK + n], torch.inf, self._score(n, own, memory, inbox))
             chosen = score.topk(count).indices
             mask = torch.zeros_like(own).scatter(0, chosen, 1.0) > 0
+            if self.told:
+                extra[MASK + n] = ~mask
+            else:  # a personal coordinate does not change, the others by as much more as the schedule says is missing in their mean
+                start = torch.where(memory[MASK + n], memory["own." + n], inbox.shared[n])
+                share = max(own.numel() - count, 1) / own.numel()
+                params[n] = torch.where(mask, start, start + (own - start) / share)
             memory |= {MASK + n: mask, "own." + n: own}
-            extra[MASK + n] = ~mask
         return params, memory, extra
 
     def _score(self, name: str, own: Tensor, memory: Tensors, inbox: Inbox) -> Tensor:
@@ -135,13 +145,21 @@ def _unbits(bits: Tensor, n: int) -> Tensor:
     return ((bits[:, None] & _POWERS.to(torch.uint8)) != 0).reshape(-1)[:n]
 
 
-def fedibs(base: Method, rho: float = 0.5, horizon: int = 10, score: Score = "laplace", decay: float = 0.5) -> Method:
-    """FedIBS: biases alone; each client keeps the ``rho`` that matter most to it and shares the rest; ``rho`` = 0 is the base."""
+def fedibs(
+    base: Method, rho: float = 0.5, horizon: int = 10, score: Score = "laplace", decay: float = 0.5, private_masks: bool = False
+) -> Method:
+    """FedIBS: biases alone; each client keeps the ``rho`` that matter most to it and shares the rest; ``rho`` = 0 is the base.
+
+    ``private_masks``: masks do not travel, so that noise and secure sums can protect all that does; every bias is sent whole, and the mean over
+    those who shared a coordinate becomes what the schedule says it is on average (derived).
+    """
     if not 0 <= rho <= 1:
         raise ValueError(f"fedibs: rho = {rho!r}: must be between 0 and 1")
     if horizon < 1 or not 0 <= decay < 1:
         raise ValueError(f"fedibs: horizon = {horizon!r} must be at least 1, decay = {decay!r} at least 0 and below 1")
     schedule = Schedule(rho, horizon)
+    if private_masks:
+        return replace(base, plugins=(*base.plugins, Selection(schedule, score, decay, told=False)))
     return replace(
         base,
         plugins=(*base.plugins, Selection(schedule, score, decay)),
