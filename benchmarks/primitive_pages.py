@@ -251,6 +251,15 @@ def pictures() -> dict[str, str]:
             axes.plot([], [], "s", color="#404040", markersize=4, label="distances to own centres")
             axes.legend(fontsize=7)
         out["kmeans_roofline"] = svg[0]
+    if found := result("robust"):
+        with plots.figure() as (axes, svg):
+            for i, rule in enumerate(dict.fromkeys(r["rule"] for r in found["digits"])):
+                clean = [r for r in found["digits"] if r["rule"] == rule and r["attack"] == "none"]
+                mine = clean + [r for r in found["digits"] if r["rule"] == rule and r["attack"] == "sign flip x10"]
+                axes.plot([r["share"] for r in mine], [100 * r["accuracy"][0] for r in mine], "o-", color=plots.COLOURS[i], markersize=4, label=rule)
+            axes.set(xlabel="clients that flip the sign of ten times what they learned, %", ylabel="accuracy, %")
+            axes.legend(fontsize=8)
+        out["robust"] = svg[0]
     if found := result("certificate"):
         both = {f"{n}, {kind}": r for kind in ("frozen", "trained") for n, r in found[kind].items()}
         out["certificate_bars"] = plots.certificates(both)

