@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from isthmus.report import plots
+from isthmus.report.progress import size
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -168,6 +169,16 @@ def forecasting_cost() -> str:
     )
 
 
+def forecasting_federated() -> str:
+    """`isthmus compare forecast`: the house's sensors together, alone, pooled."""
+    pm = lambda r, n: f"{r[n]:.3f} ± {r[n + '_std']:.3f}"
+    rows = [
+        [f"`{r['method']}`", pm(r, "loss_global"), pm(r, "loss_personal"), f"{100 * r['accuracy_personal']:.1f} %", size(r["bytes_up"]), size(r["bytes_down"])]
+        for r in result("forecasting")["federated"]
+    ]  # fmt: skip
+    return markdown(["method", "error, global", "error, personal", "beats the naive forecast", "up", "down"], rows)
+
+
 def regression() -> str:
     found = result("regression")["families"]
     names = list(next(iter(found.values()))["ratio"])
@@ -220,7 +231,7 @@ def robust_news() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "load": load, "robust": robust, "robust-news": robust_news,
+    "forecasting-federated": forecasting_federated, "load": load, "robust": robust, "robust-news": robust_news,
     "kmeans": kmeans, "kmeans-phases": kmeans_phases, "kmeans-bounds": kmeans_bounds, "certificate": certificate,
     "certificate-diagnostics": certificate_diagnostics, "forecasting": forecasting, "forecasting-cost": forecasting_cost,
     "regression": regression, "regression-more": regression_more,
@@ -256,7 +267,14 @@ def pictures() -> dict[str, str]:
             for i, rule in enumerate(dict.fromkeys(r["rule"] for r in found["digits"])):
                 clean = [r for r in found["digits"] if r["rule"] == rule and r["attack"] == "none"]
                 mine = clean + [r for r in found["digits"] if r["rule"] == rule and r["attack"] == "sign flip x10"]
-                axes.plot([r["share"] for r in mine], [100 * r["accuracy"][0] for r in mine], "o-", color=plots.COLOURS[i], markersize=4, label=rule)
+                axes.plot(
+                    [r["share"] for r in mine],
+                    [100 * r["accuracy"][0] for r in mine],
+                    "o-",
+                    color=plots.COLOURS[i],
+                    markersize=4,
+                    label=rule,
+                )
             axes.set(xlabel="clients that flip the sign of ten times what they learned, %", ylabel="accuracy, %")
             axes.legend(fontsize=8)
         out["robust"] = svg[0]

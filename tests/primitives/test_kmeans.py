@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -401,3 +402,23 @@ def test_triton():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__).with_name("triton_cases.py"))]
     found = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_indices_go_past_two_to_the_31st(tmp_path):
+    """More than 2^31 entries in a sparse file: rows at its end have the labels that they have by themselves."""
+    n, d = 2**21 + 1000, 1024
+    if shutil.disk_usage(tmp_path).free < 1 << 30:
+        pytest.skip("less than 1 GiB of disk")
+    mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=(n, d))
+    assert mapped.size > 2**31
+    tail = np.random.default_rng(0).normal(size=(500, d)).astype(np.float32)
+    mapped[-500:] = tail
+    centres = np.vstack([np.zeros(d), tail[:3]]).astype(np.float32)
+    m = KMeans(4, init=centres, n_init=1, max_iter=1).fit(centres)
+    label = m.predict(mapped)
+    assert len(label) == n
+    assert (label[:-500] == label[0]).all()
+    assert np.array_equal(label[-500:], m.predict(tail))
+    mapped._mmap.close()
+    (tmp_path / "x").unlink()
