@@ -36,8 +36,7 @@ class Ledger:
             "simulated_seconds": record.seconds,
             "seconds": seconds,
         }
-        before = self.rows()
-        row["chain"] = link(before[-1]["chain"] if before else "", row)
+        row["chain"] = link(self._last(), row)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
@@ -47,6 +46,25 @@ class Ledger:
         except OSError as error:
             raise CheckpointError(f"cannot append to {self.path.name}: {error.strerror or error}; earlier rounds are untouched") from error
         return row
+
+    def _last(self) -> str:
+        """The chain value of the last whole line, read from the end of the file."""
+        if not self.path.is_file():
+            return ""
+        with self.path.open("rb") as file:
+            end, size = file.seek(0, os.SEEK_END), 1 << 16
+            while True:
+                at = max(0, end - size)
+                file.seek(at)
+                lines = file.read(end - at).splitlines()[1 if at else 0 :]
+                for line in reversed(lines):
+                    try:
+                        return str(json.loads(line)["chain"])
+                    except (ValueError, KeyError, TypeError):
+                        continue
+                if not at:
+                    return ""
+                size *= 4
 
     def rows(self) -> list[dict[str, Any]]:
         """All complete rounds; a last line that was cut off by a crash is left out."""
