@@ -128,7 +128,7 @@ def play(clients: int, rounds: int) -> dict:
 
 def main() -> None:
     rows = []
-    for clients, rounds in ((50, 200), (200, 10), (1000, 8)):
+    for clients, rounds in ((50, 200), (200, 10), (1000, 25)):
         rows.append(play(clients, rounds))
         print(json.dumps(rows[-1]), flush=True)
     versions = {n: importlib.metadata.version(n) for n in ("torch", "flwr", "cryptography")} | {"python": platform.python_version()}

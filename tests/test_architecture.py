@@ -22,7 +22,7 @@ ALLOWED = {
     "report": {"core", "runner", "adapters", "primitives"},
 }
 # base methods that others may be made of
-BASES = {"fedavg", "ffa_lora", "rolora"}
+BASES = {"fedavg", "ffa_lora", "rational", "rolora"}
 
 
 def imports(path: Path) -> list[tuple[str, int]]:

@@ -152,3 +152,14 @@ def test_python_in_ten_lines(recipe, tmp_path, monkeypatch):
     assert isthmus.Method
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = isthmus.nothing
+
+
+def test_verify_names_a_line_that_was_changed(recipe, tmp_path):
+    call("run", recipe, "--json", "--runs", tmp_path / "runs", "--set", "evaluate.references=false")
+    folder = tmp_path / "runs" / "small-001"
+    assert json.loads(call("verify", folder, "--json").stdout) == {"rounds": 2, "checkpoints": [1, 2]}
+    ledger = folder / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace('"missing": {}', '"missing": {"0": "never"}', 1))
+    assert "line 1 is not as it was written" in call("verify", folder, code=2).stderr
+    assert "not a run folder" in call("verify", tmp_path, code=2).stderr
+    assert "only logic-gate networks compile" in call("compile", folder, code=2).stderr

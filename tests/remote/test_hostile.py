@@ -294,23 +294,40 @@ def test_s11_a_ledger_that_was_edited_says_so(tmp_path):
     assert ledger.verify() == 2
 
 
-def test_s11_no_data_and_no_keys_in_logs_and_messages(tmp_path, capfd):
-    """Canaries in the data and in the private tensors: neither raw rows nor kept tensors nor keys are in any message, ledger or log."""
-    one, t = method("fedper"), task("digits")
-    t = replace(t, x=t.x.clone())
-    t.x[t.train[0][0]] = 0.123456789
-    engine, _, records = play(one, t, tmp_path, rounds=2)
-    _, memory, _ = checkpoint.load(tmp_path / "0" / "run1" / "round-00001")
-    kept = {n: x for n, x in memory.items() if n.startswith("memory/kept/")}
-    assert kept
+@pytest.mark.parametrize(
+    ("kind", "name"), [("fedper", "digits"), ("fedlova", "lora"), ("fedrecall", "lora"), ("fedibs", "biases"), ("beside", "lora")]
+)
+def test_s11_no_data_no_private_state_and_no_keys_in_logs_and_messages(kind, name, tmp_path, capfd):
+    """All traffic of a run, its ledger and its logs, searched for rows, for what clients keep, and for keys."""
+    one, t = method(kind), task(name)
+    engine, server, records = play(one, t, tmp_path, rounds=3)
     traffic = b"".join(engine.transport.traffic)
-    for secret in (t.x[t.train[0][0]], *kept.values()):
-        raw = secret.contiguous().numpy().tobytes()
-        assert raw[:32] not in traffic
-        assert raw[-32:] not in traffic
+    public = {x.contiguous().numpy().tobytes() for x in server.shared.values()}
+    searched = 0
+    for c in range(t.clients):
+        _, memory, _ = checkpoint.load(tmp_path / str(c) / "run1" / "round-00002")
+        for n, x in memory.items():
+            raw = x.contiguous().numpy().tobytes()
+            if n.startswith("memory/") and x.is_floating_point() and len(raw) >= 64 and len(x.unique()) > 8 and raw not in public:
+                searched += 1
+                assert raw[:48] not in traffic or raw[-48:] not in traffic, n
+    assert searched
     text = repr(records).encode() + "".join(capfd.readouterr()).encode() + traffic
+    if name == "digits":
+        assert t.x[t.train[0][0]].contiguous().numpy().tobytes()[:64] not in text
     for key in (COORDINATOR, *KEYS):
         assert messages.private_bytes(key).splitlines()[2] not in text
+
+
+def test_s7_recipes_with_names_that_lead_elsewhere_or_parts_that_are_no_parts():
+    for table in (
+        {"name": "../x"},
+        {"name": "/x"},
+        {"name": "x", "method": {"kind": "os:system"}},
+        {"name": "x", "task": {"kind": "../logic"}},
+    ):
+        with pytest.raises(RecipeError):
+            parse(table)
 
 
 HOSTILE = {

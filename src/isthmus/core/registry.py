@@ -46,6 +46,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "fedibs": _FEDERATED + "fedibs:fedibs",
         "fedrecall": _FEDERATED + "fedrecall:fedrecall",
         "beside": _FEDERATED + "beside:beside",
+        "rational": _FEDERATED + "rational:rational",
+        "feduca": _FEDERATED + "feduca:feduca",
         "norm_bound": _FEDERATED + "robust:norm_bound",
         "krum": _FEDERATED + "robust:krum",
         "multi_krum": _FEDERATED + "robust:multi_krum",

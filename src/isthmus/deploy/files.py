@@ -90,6 +90,18 @@ class Federation:
         return {i: read_public(c.key) for i, c in enumerate(self.clients)}
 
 
+def of_folder(folder: Path) -> Federation:
+    """The federation in a folder that `create` wrote.
+
+    Raises:
+        DeployError: another folder.
+    """
+    path = folder / "app" / MODULE / "federation.json"
+    if not path.is_file():
+        raise DeployError(f"{folder} is not a federation's folder; isthmus deploy init makes one")
+    return Federation.read(path)
+
+
 def read_recipe(path: Path) -> Recipe:
     """The recipe in a file.
 

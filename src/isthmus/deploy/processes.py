@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import door
-from .files import DeployError, Federation, SiteFile, split_address
+from .files import DeployError, SiteFile, of_folder, split_address
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -46,6 +46,7 @@ def free_port() -> int:
 
 def link_command(folder: Path, host: str, port: int, insecure: bool) -> list[str]:
     """The SuperLink of a federation; its state outlives it in ``link/state.db``."""
+    of_folder(folder)
     link = folder / "link"
     command = [tool("flower-superlink"), "--disable-runtime-dependency-installation", "--host", host, "--port", str(port)]
     command += ["--database", str(link / "state.db")]
@@ -120,7 +121,7 @@ def flwr(folder: Path, *arguments: str) -> dict[str, Any]:
 
 def register(folder: Path) -> None:
     """Enrol the nodes' keys at the link; those that are there already stay."""
-    for name in [c.name for c in Federation.read(folder / "app" / "federation_app" / "federation.json").clients]:
+    for name in [c.name for c in of_folder(folder).clients]:
         try:
             flwr(folder, "supernode", "register", str(folder / "sites" / name / "node.pub"), "link", "--name", name)
         except DeployError as error:
@@ -130,6 +131,7 @@ def register(folder: Path) -> None:
 
 def submit(folder: Path) -> str:
     """Submit the app; the number of the run."""
+    of_folder(folder)
     run = folder / "run"
     (run / "status.json").unlink(missing_ok=True)
     return str(flwr(folder, "run", str((folder / "app").resolve()), "link").get("run-id", ""))
@@ -172,7 +174,7 @@ class Trial:
 
     def __init__(self, folder: Path, insecure: bool = False, threads: int = 1) -> None:
         self.folder, self.insecure, self.threads = folder.resolve(), insecure, threads
-        self.federation = Federation.read(folder / "app" / "federation_app" / "federation.json")
+        self.federation = of_folder(folder)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.host, self.port = split_address(SiteFile.read(folder / "sites" / self.federation.clients[0].name).link)
 

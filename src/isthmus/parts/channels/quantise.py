@@ -59,4 +59,4 @@ class Int8(Channel):
 
     def decode(self, payload: Tensors, like: Schema) -> Tensors:
         """Values times their scale."""
-        return {n: payload[n].to(d) * payload[f"{n}@scale"].to(d) if d.is_floating_point else payload[n] for n, (d, _) in like.items()}
+        return {n: payload[n].to(d) * payload[f"{n}@scale"].to(d)[0] if d.is_floating_point else payload[n] for n, (d, _) in like.items()}
