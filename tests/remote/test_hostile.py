@@ -393,13 +393,11 @@ def test_s13_arbitrary_bytes_are_refused_by_every_parser(data):
             continue
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-        lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(), x, max_size=4),
-        max_leaves=8,
-    )
-)
+LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+INNER = LEAF | st.lists(LEAF, max_size=4) | st.dictionaries(st.text(), LEAF, max_size=4)
+
+
+@given(INNER | st.lists(INNER, max_size=4) | st.dictionaries(st.text(), INNER, max_size=4))
 @settings(max_examples=200, deadline=None)
 def test_s13_arbitrary_json_as_files_and_tables(tmp_path_factory, value):
     folder = tmp_path_factory.mktemp("fuzz")

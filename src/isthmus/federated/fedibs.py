@@ -19,7 +19,7 @@ from torch.func import grad
 
 from ..core import seeds
 from ..core.tensors import Tensors, matches, prefixed, tmap, under
-from ..core.types import Channel, Inbox, Loss, Method, Plugin, Trained
+from ..core.types import Channel, CompositionError, Inbox, Loss, Method, Plugin, Trained
 from ..core.wire import Schema
 from ..parts.aggregate import MASK, MeanWherePresent
 
@@ -158,6 +158,8 @@ def fedibs(
     if horizon < 1 or not 0 <= decay < 1:
         raise ValueError(f"fedibs: horizon = {horizon!r} must be at least 1, decay = {decay!r} at least 0 and below 1")
     schedule = Schedule(rho, horizon)
+    if base.private and not private_masks:
+        raise CompositionError("fedibs: its masks would leave beside what is protected; set private_masks = true")
     if private_masks:
         return replace(base, plugins=(*base.plugins, Selection(schedule, score, decay, told=False)))
     return replace(
