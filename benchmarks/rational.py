@@ -26,7 +26,7 @@ SEEDS, MARGINS = (0, 1, 2, 3, 4), (1.0, 0.5, 0.25, 0.0)
 METHODS = ("fedavg+rational", "fedprox+rational", "uniform", "feduca")
 RECIPE = {
     "name": "rational", "rounds": 80, "task": {"kind": "digits"}, "partition": {"clients": 10, "alpha": 1.0}, "model": {"width": 32},
-    "train": {"optimiser": "sgd", "lr": 0.1, "size": 32}, "evaluate": {"every": 80, "references": False},
+    "train": {"optimiser": "sgd", "lr": 0.1, "size": 32, "steps": 8}, "evaluate": {"every": 80, "references": False},
 }  # fmt: skip
 
 

@@ -108,14 +108,34 @@ def test_when_all_have_left_the_run_is_over():
         play(method("rational", thresholds=[0.0], patience=1), digits_task(), rounds=3)
 
 
-def test_a_client_that_is_behind_gains_weight():
-    t = digits_task()
-    _, _, records = play(method("feduca", thresholds=[0.1, 1e9, 1e9, 1e9], patience=100), t, rounds=2)
+@pytest.mark.parametrize("rule", ["primal_dual", "projection"])
+def test_a_client_that_is_behind_gains_weight(rule):
+    t, options = digits_task(), {"thresholds": [0.1, 1e9, 1e9, 1e9], "patience": 100, "rule": rule}
+    _, _, records = play(method("feduca", **options), t, rounds=2)
     assert records[0].metrics["multiplier"] > 0
     _, plain, _ = play(method("fedavg"), t, rounds=3)
-    _, kept, _ = play(method("feduca", thresholds=[0.1, 1e9, 1e9, 1e9], patience=100), t, rounds=3)
+    _, kept, _ = play(method("feduca", **options), t, rounds=3)
     mine = lambda s: float(t.score({n: s.shared[n] for n in plain.shared}, t.train[0])["loss"].mean())
     assert mine(kept) < mine(plain)
+
+
+def test_multipliers_of_satisfied_clients_decay_to_zero():
+    from isthmus.federated.feduca import MULTIPLIERS, UtilityConstrained
+    from isthmus.federated.rational import SURPLUS
+
+    t, one = digits_task(), method("feduca", patience=100)
+    engine, start, _ = play(one, t, rounds=0)
+    from isthmus.core.rounds import open_round
+
+    update = engine.exchange(open_round(one, start)).update
+    rule, state = UtilityConstrained(0.3), {MULTIPLIERS: torch.tensor([3.0, 0.5, 0.0, 0.0])}
+    told = torch.tensor([1.0, 1.0, 1.0, -2.0])
+    update = replace(update, payload=update.payload | {SURPLUS: told})
+    seen = []
+    for _ in range(3):
+        _, state = rule(update, start, state)
+        seen.append(state[MULTIPLIERS].tolist())
+    assert seen == [[2.0, 0.0, 0.0, 2.0], [1.0, 0.0, 0.0, 4.0], [0.0, 0.0, 0.0, 6.0]]
 
 
 def test_draws_are_unbiased():

@@ -1,21 +1,26 @@
 """FedUCA: the server weighs clients so that they want to stay (arXiv 2605.18020).
 
-Each client reports only its surplus s_k: its utility (minus loss) less its threshold.  With the updates Delta_k after n_k steps of rate eta, and gradients
--Delta_k / (eta n_k), the surplus after a step sum_j a_j Delta_j rises by about (M a)_k, M_kj = <Delta_k, Delta_j> / (eta n_k).  The server
-takes the weights closest to FedAvg's p that leave nobody behind,
+Each client reports only its surplus s_k: its utility (minus loss) less its threshold.  The server would maximise the common objective under E[s_k] >= 0.
+
+"primal_dual": a multiplier for each constraint, lambda_k <- max(0, lambda_k - eta s_k) where client k took part, and weights in proportion to
+n_k (1 + lambda_k): who is behind counts for more, round after round, until it is not.
+
+"projection": weights for this round alone.  With the updates Delta_k after n_k steps of rate r, gradients are -Delta_k / (r n_k), and the surplus after a step
+sum_j a_j Delta_j rises by about (M a)_k, M_kj = <Delta_k, Delta_j> / (r n_k).  The weights closest to FedAvg's p that leave nobody behind are
 
     min_a KL(a || p) + rho sum_k xi_k   so that   (M a)_k >= target_k - xi_k,   a a distribution, xi >= 0,
 
-where a dissatisfied client is to win back the share ``gap`` of what it lacks (target -gap s_k), and a satisfied one may lose no more than it has (target -s_k).  The dual
-is smooth in 0 <= lambda <= rho: a_j is proportional to p_j exp((M' lambda)_j).  With ``draw`` the mean is over that many clients drawn with
-replacement by a, which is unbiased for it.  A target that cannot be met shows as ``slack`` in the ledger.
+where a dissatisfied client is to win back the share ``gap`` of what it lacks (target -gap s_k) and a satisfied one may lose no more than it has (-s_k).  The dual is
+smooth in 0 <= lambda <= rho: a_j is proportional to p_j exp((M' lambda)_j).  What cannot be met shows as ``slack`` in the ledger.
 
-Of the source only abstract and introduction could be read; this form of the problem and its solution are derived.  The first-order model is for SGD.
+With ``draw`` the mean is over that many clients drawn with replacement by the weights, which is unbiased for it.  Of the source only abstract and introduction could
+be read; both forms are derived.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import scipy.optimize
@@ -28,6 +33,9 @@ from ..core.types import Aggregate, CompositionError, Method, Observer, Server, 
 from ..parts.aggregate import WeightedMean
 from ..parts.work import LocalTraining
 from .rational import SURPLUS, Present, Rational, Retention, Staying
+
+Rule = Literal["primal_dual", "projection"]
+MULTIPLIERS, MOST = "uca.multipliers", 1e3
 
 
 def constrained_weights(p: np.ndarray, m: np.ndarray, target: np.ndarray, rho: float = 10.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -66,17 +74,34 @@ class UtilityConstrained(Aggregate):
     """FedAvg's mean with weights under constraints; ``slack`` and ``multiplier`` of the round are kept for the ledger."""
 
     lr: float
+    rule: Rule = "primal_dual"
+    eta: float = 1.0
     gap: float = 0.5
     rho: float = 10.0
     draw: int | None = None
     needs = frozenset({"individual"})
 
     def init(self, shared: Tensors) -> Tensors:
-        """Nothing was solved yet."""
-        return {"uca.slack": torch.zeros(()), "uca.multiplier": torch.zeros(())}
+        """Nothing was solved yet; ``multipliers`` (clients,) has its length from the first round on."""
+        return {"uca.slack": torch.zeros(()), "uca.multiplier": torch.zeros(()), MULTIPLIERS: torch.zeros(0)}
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """The mean of what trains, by the weights found."""
+        kept = state[MULTIPLIERS] if len(state[MULTIPLIERS]) else torch.zeros(len(server.seen))
+        if self.rule == "projection":
+            weight, multiplier, slack = self._projected(update)
+        else:
+            own = (kept[update.client] - self.eta * update.payload[SURPLUS]).clamp(0, MOST)
+            kept = kept.index_copy(0, update.client, own)
+            weight, multiplier, slack = update.weight * (1 + own), own.numpy(), np.zeros(0)
+        if self.draw is not None:
+            g = generator(server.seed, server.round, "feduca")
+            drawn = torch.multinomial((weight / weight.sum()).double(), self.draw, True, generator=g)
+            weight = torch.bincount(drawn, minlength=len(weight)).to(update.weight.dtype)
+        step, _ = WeightedMean()(replace(update, weight=weight), server, {})
+        return step, {"uca.slack": _scalar(slack), "uca.multiplier": _scalar(multiplier), MULTIPLIERS: kept}
+
+    def _projected(self, update: Update) -> tuple[Tensor, np.ndarray, np.ndarray]:
         flat = torch.cat(
             [t.reshape(len(update.weight), -1).double() for n, t in update.payload.items() if not n.startswith("rational.")], 1
         )
@@ -86,14 +111,7 @@ class UtilityConstrained(Aggregate):
         target = np.where(surplus < 0, -self.gap * surplus, -surplus)
         p = update.shares.double().numpy()
         a, multiplier, slack = constrained_weights(p, m, target, self.rho)
-        weight = update.weight if a is p else torch.from_numpy(a).to(update.weight.dtype)
-        if self.draw is not None:
-            g = generator(server.seed, server.round, "feduca")
-            weight = torch.bincount(torch.multinomial(torch.from_numpy(a), self.draw, True, generator=g), minlength=len(a)).to(
-                update.weight.dtype
-            )
-        step, _ = WeightedMean()(replace(update, weight=weight), server, {})
-        return step, {"uca.slack": _scalar(slack), "uca.multiplier": _scalar(multiplier)}
+        return update.weight if a is p else torch.from_numpy(a).to(update.weight.dtype), multiplier, slack
 
 
 def _scalar(x: np.ndarray) -> Tensor:
@@ -106,7 +124,7 @@ class Feasibility(Observer):
 
     def __call__(self, update: Update, before: Server, after: Server) -> dict[str, float]:
         """From the aggregate's state."""
-        return {n.rpartition("uca.")[2]: float(t) for n, t in after.state.items() if "uca." in n}
+        return {n.rpartition("uca.")[2]: float(t) for n, t in after.state.items() if "uca." in n and not n.endswith(MULTIPLIERS)}
 
 
 def feduca(
@@ -114,6 +132,8 @@ def feduca(
     thresholds: tuple[float, ...] = (1e9,),
     patience: int = 3,
     start: int = 0,
+    rule: Rule = "primal_dual",
+    eta: float = 1.0,
     gap: float = 0.5,
     rho: float = 10.0,
     draw: int | None = None,
@@ -121,12 +141,14 @@ def feduca(
     """FedUCA: weights that keep rational clients in; ``thresholds``: the loss that each puts up with, 1e9: any."""
     if not isinstance(base.work, LocalTraining) or not isinstance(base.aggregate, WeightedMean):
         raise CompositionError("feduca: goes with local training and a mean of updates")
-    if not 0 < gap <= 1 or rho <= 0 or (draw is not None and draw < 1):
-        raise ValueError(f"feduca: gap = {gap!r} must be above 0 and at most 1, rho = {rho!r} above 0, draw = {draw!r} at least 1")
+    if not 0 < gap <= 1 or rho <= 0 or eta <= 0 or (draw is not None and draw < 1):
+        raise ValueError(
+            f"feduca: gap = {gap!r} must be above 0 and at most 1, rho = {rho!r} and eta = {eta!r} above 0, draw = {draw!r} at least 1"
+        )
     return replace(
         base,
         plugins=(*base.plugins, Rational(tuple(thresholds), patience, start)),
-        aggregate=Staying(UtilityConstrained(base.work.lr, gap, rho, draw)),
+        aggregate=Staying(UtilityConstrained(base.work.lr, rule, eta, gap, rho, draw)),
         invite=Present(base.invite),
         observers=(*base.observers, Retention(), Feasibility()),
     )
