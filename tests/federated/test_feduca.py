@@ -145,8 +145,10 @@ def test_draws_are_unbiased():
     t, one = digits_task(), method("feduca", thresholds=[0.5], patience=100)
     engine, start, _ = play(one, t, rounds=0)
     replies = engine.exchange(open_round(one, server_start(one, t, 0)))
-    mean, _ = UtilityConstrained(0.3)(replies.update, start, {})
-    drawn = [UtilityConstrained(0.3, draw=2)(replies.update, replace(start, round=r), {})[0]["head.bias"] for r in range(400)]
+    rule = UtilityConstrained(0.3)
+    empty = rule.init(start.shared)
+    mean, _ = rule(replies.update, start, empty)
+    drawn = [replace(rule, draw=2)(replies.update, replace(start, round=r), empty)[0]["head.bias"] for r in range(400)]
     spread = torch.stack(drawn).std(0) / 400**0.5
     assert ((torch.stack(drawn).mean(0) - mean["head.bias"]).abs() <= 4.5 * spread + 1e-7).all()
 
