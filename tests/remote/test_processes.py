@@ -129,8 +129,11 @@ def test_f1_f8_a_node_is_killed_and_comes_back_then_the_link_is_and_the_run_goes
         trial.kill("link")  # and the coordinator's app with it
         done = len(ledger(folder / "run"))
         assert done < recipe.rounds
-        trial.start_node("s2")
         trial.start_link()
+        trial.start_node("s2")
+        # until the link has forgotten the dead node, which takes it up to a minute, the new one is turned away and tries again
+        online = lambda: [n for n in flwr(folder, "supernode", "list", "link")["nodes"] if n["status"] == "online"]
+        wait_for(lambda: len(online()) == 4, 150)
         submit(folder)
         follow(folder, lambda status: None, trial.broken)
     rows = ledger(folder / "run")

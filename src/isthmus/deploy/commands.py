@@ -151,11 +151,11 @@ def node(
         import os
         import sys
 
-        from .processes import node_command, run_foreground
+        from .processes import kept_up, node_command, run_foreground
 
         more = {"FLWR_HOME": str((site / "flwr").resolve()), "ISTHMUS_PARENT": str(os.getpid()), "ISTHMUS_THREADS": str(threads)}
         worker = [sys.executable, "-m", "isthmus.deploy.worker", str(site)]
-        raise typer.Exit(run_foreground([(node_command(site, insecure), more), (worker, more)]))
+        raise typer.Exit(run_foreground([(kept_up(node_command(site, insecure)), more), (worker, more)]))
 
 
 @app.command()

@@ -77,6 +77,11 @@ def node_command(site: Path, insecure: bool, port: int | None = None) -> list[st
     return [*command, "--root-certificates", str(site / "ca.pem"), "--auth-supernode-private-key", str(site / "node.key")]
 
 
+def kept_up(command: Sequence[str]) -> list[str]:
+    """The command, started again whenever it fails."""
+    return [sys.executable, "-m", "isthmus.deploy.supervise", *command]
+
+
 def opened(host: str, port: int, seconds: float, process: subprocess.Popen[Any]) -> None:
     """Wait until a port answers.
 
@@ -198,7 +203,7 @@ class Trial:
         site, threads = self.folder / "sites" / name, str(self.threads)
         more = {"FLWR_HOME": str(site / "flwr"), "ISTHMUS_PARENT": str(os.getpid()), "ISTHMUS_THREADS": threads, "OMP_NUM_THREADS": threads}
         self._start(f"{name}-site", [sys.executable, "-m", "isthmus.deploy.worker", str(site)], **more)
-        self._start(name, node_command(site, self.insecure), **more)
+        self._start(name, kept_up(node_command(site, self.insecure)), **more)
 
     def __enter__(self) -> Trial:
         try:
