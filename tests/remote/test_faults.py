@@ -323,6 +323,35 @@ def test_f10_told_to_stop_it_stops_within_ten_seconds_with_a_code_of_its_own_and
     assert 0 < found[0] < 200
 
 
+def test_two_coordinators_in_one_folder_are_one_too_many_and_in_two_folders_do_not_touch(tmp_path):
+    folder = tmp_path / "f"
+    _, sites, keys = federation(folder, **{"rounds": 2})
+    (folder / "run").mkdir()
+    held = coordinator.alone(folder / "run")
+    with pytest.raises(RunError, match="another coordinator"):
+        go(folder, Grid(sites, keys))
+    assert not (folder / "run" / "status.json").exists()  # what the first one says stays
+    held.close()
+    other: list[BaseException | None] = []
+
+    def second():
+        try:
+            coordinate(Grid(sites, keys), folder / "app" / MODULE, folder / "link", str(tmp_path / "second"), wait=5.0)
+            other.append(None)
+        except BaseException as error:
+            other.append(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coordinator.signal, "signal", lambda *a: None)  # only a main thread may
+        thread = threading.Thread(target=second)
+        thread.start()
+        _, a, _ = go(folder, Grid(sites, keys))
+        thread.join()
+    assert other == [None]
+    b = checkpoint.latest(tmp_path / "second" / "checkpoints")[0]
+    assert difference(under(a, "shared/"), under(b[1], "shared/")) == 0.0
+
+
 def test_a_recipe_that_was_changed_on_one_machine_is_refused(tmp_path):
     folder = tmp_path / "f"
     _, sites, keys = federation(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import secrets
 import signal
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..core import checkpoint
 from ..core.recipe import Recipe
@@ -184,6 +185,23 @@ def run_name(folder: Path) -> str:
     return path.read_text().strip()
 
 
+def alone(folder: Path) -> IO[str]:
+    """Hold a run folder against a second coordinator until the file is closed, or the process gone.
+
+    Raises:
+        RunError: another one is at work there.
+    """
+    file = (folder / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise RunError(
+            f"another coordinator is at work in {folder}; stop it first, or name another folder (runs = in the app's config)"
+        ) from None
+    return file
+
+
 def coordinate(grid: Any, app: Path, link: Path, runs: str = "", wait: float = WAIT) -> None:
     """Run the app's recipe; a run that was interrupted goes on.
 
@@ -196,6 +214,7 @@ def coordinate(grid: Any, app: Path, link: Path, runs: str = "", wait: float = W
     members = [Member(c.name, read_public(c.key), c.rows) for c in federation.clients]
     folder = Path(runs) if runs else link.parent / "run"
     folder.mkdir(parents=True, exist_ok=True)
+    lock = alone(folder)
     status = Status(folder, recipe, members)
     key = read_private(link / "coordinator.key")
     transport = GridTransport(grid, members, key, federation.name)
@@ -234,3 +253,5 @@ def coordinate(grid: Any, app: Path, link: Path, runs: str = "", wait: float = W
     except Exception as error:
         status.say("failed", f"{type(error).__name__}: {error}"[:1000])
         raise
+    finally:
+        lock.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,12 +91,17 @@ class Site:
     folder: Path
     policy: Policy = field(default_factory=Policy)
     _secrets: dict[tuple[str, int], Secrets] = field(default_factory=dict, repr=False)
+    _turn: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
         self.method = self.method.deployed()
 
     def answer(self, data: bytes) -> bytes:
-        """The signed reply to a message; one that cannot be served is answered with a reason."""
+        """The signed reply to a message; one that cannot be served is answered with a reason.  One at a time: a task's network is one."""
+        with self._turn:
+            return self._answered(data)
+
+    def _answered(self, data: bytes) -> bytes:
         head: dict[str, Any] = {}
         try:
             head, body = unseal(data, self.coordinator, self.policy.message)
