@@ -166,7 +166,7 @@ def test_noise_on_products_is_what_it_says_and_noise_on_factors_is_not():
 
 
 def test_what_would_break_the_promise_is_refused():
-    for kind in ("scaffold+dp", "hetlora+dp", "fedavg+dp+flexlora", "fedibs+dp"):
+    for kind in ("scaffold+dp", "dp+scaffold", "dp+rational", "dp+fbfs", "hetlora+dp", "fedavg+dp+flexlora", "fedibs+dp", "dp+fedibs"):
         with pytest.raises(CompositionError):
             make_method(digits_recipe(**{"method.kind": kind}))
     with pytest.raises(CompositionError, match="unbound"):

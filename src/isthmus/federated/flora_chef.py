@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.tensors import Tensors, matches, prefixed, under
 from ..core.types import Aggregate, CompositionError, Method, Observer, Send, Server, Update
-from ..parts.aggregate import WeightedMean
+from ..parts.aggregate import WeightedMean, Wrapped
 from ..parts.factors import FACTORS, A, B
 from ..parts.send import kept
 from ..parts.share import Directed
@@ -26,7 +26,7 @@ _WORD, _SIDES = "factor", ("*" + B, "*" + A)  # B first: A has no gradient while
 
 
 @dataclass(frozen=True)
-class Dispersion(Aggregate):
+class Dispersion(Wrapped):
     """Another aggregate that also keeps how far clients disagree about each factor.
 
     State: ``dispersion`` (2,), an exponential mean of ``sum_k w_k ||d_k - mean||^2 / ||mean||^2`` for B and A; ``run`` (2,), for how
@@ -36,18 +36,9 @@ class Dispersion(Aggregate):
     base: Aggregate
     keep: float = 0.7
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "needs", self.base.needs | {"individual"})
-        object.__setattr__(self, "travels", FACTORS + self.base.travels)
-
-    @property
-    def offers(self) -> frozenset[str]:
-        """Dispersion, and what the base offers."""
-        return self.base.offers | {"dispersion"}
-
-    def publish(self, params: Tensors, clients: int) -> Tensors:
-        """What the base publishes."""
-        return self.base.publish(params, clients)
+    needs = frozenset({"individual"})
+    travels = FACTORS
+    adds = frozenset({"dispersion"})
 
     def init(self, shared: Tensors) -> Tensors:
         """Nothing seen."""

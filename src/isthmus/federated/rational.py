@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.rounds import Finished
 from ..core.tensors import Tensors
 from ..core.types import Aggregate, CompositionError, Inbox, Invite, Loss, Method, Observer, Plugin, Server, Trained, Update
-from ..parts.aggregate import WeightedMean
+from ..parts.aggregate import WeightedMean, Wrapped
 from ..parts.invite import Uniform
 
 SURPLUS, LEFT, GONE = "rational.surplus", "rational.left", "rational.gone"
@@ -68,27 +68,13 @@ class Rational(Plugin):
 
 
 @dataclass(frozen=True)
-class Staying(Aggregate):
+class Staying(Wrapped):
     """A base aggregate over those who stay; the state remembers who left."""
 
     base: Aggregate = field(default_factory=WeightedMean)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "needs", self.base.needs | {"individual"})
-        object.__setattr__(self, "travels", self.base.travels)
-
-    @property
-    def offers(self) -> frozenset[str]:
-        """What the base offers, and an ear for those who leave."""
-        return self.base.offers | {"staying"}
-
-    def deployed(self) -> Staying:
-        """With the base as it runs between machines."""
-        return replace(self, base=self.base.deployed())
-
-    def publish(self, params: Tensors, clients: int) -> Tensors:
-        """That of the base."""
-        return self.base.publish(params, clients)
+    needs = frozenset({"individual"})
+    adds = frozenset({"staying"})
 
     def init(self, shared: Tensors) -> Tensors:
         """Nobody has left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -29,34 +30,54 @@ class WeightedMean(Aggregate):
         return weighted_mean(update), state
 
 
+class Wrapped(Aggregate):
+    """An aggregate around another, its ``base``: what that needs, publishes and offers is the whole's too.
+
+    All but one offer: that noise is "accounted" holds for what the base returns, not for what is made of it, so only who adds it says so.
+    """
+
+    base: Aggregate
+    adds: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", self.base.needs | type(self).needs)
+        object.__setattr__(self, "travels", type(self).travels + self.base.travels)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """The base's and its own."""
+        return (self.base.offers - {"accounted"}) | self.adds
+
+    def fits(self, cohort: int) -> None:
+        """What the base asks for."""
+        self.base.fits(cohort)
+
+    def deployed(self) -> Self:
+        """Around the base as it runs between machines."""
+        return replace(self, base=self.base.deployed())  # type: ignore[type-var]
+
+    def publish(self, params: Tensors, clients: int) -> Tensors:
+        """That of the base."""
+        return self.base.publish(params, clients)
+
+    def init(self, shared: Tensors) -> Tensors:
+        """That of the base."""
+        return self.base.init(shared)
+
+
 MASK = "mask."
 
 
 @dataclass(frozen=True)
-class MeanWherePresent(Aggregate):
+class MeanWherePresent(Wrapped):
     """Entry by entry the mean over the clients that sent it: ``mask.<name>`` marks what is present of ``<name>``.
 
     An entry that nobody sent does not change; one that all sent has the ordinary mean, bit for bit.  Names without a mask go to ``base``.
     """
 
     base: Aggregate = field(default_factory=WeightedMean)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "needs", self.base.needs | {"individual"})
-        object.__setattr__(self, "travels", self.base.travels)
-
-    @property
-    def offers(self) -> frozenset[str]:
-        """Masks, and what the base offers."""
-        return self.base.offers | {"masks"}
-
-    def init(self, shared: Tensors) -> Tensors:
-        """That of the base."""
-        return self.base.init(shared)
-
-    def publish(self, params: Tensors, clients: int) -> Tensors:
-        """That of the base."""
-        return self.base.publish(params, clients)
+    needs = frozenset({"individual"})
+    adds = frozenset({"masks"})
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """Masks themselves make no step."""
@@ -94,7 +115,16 @@ class Routed(Aggregate):
     @property
     def offers(self) -> frozenset[str]:
         """The routes themselves, and what their parts offer."""
-        return frozenset(self.routes).union(*(part.offers for part in self.routes.values()))
+        return frozenset(self.routes).union(*(part.offers for part in self.routes.values())) - {"accounted"}
+
+    def fits(self, cohort: int) -> None:
+        """What each part asks for."""
+        for part in self.routes.values():
+            part.fits(cohort)
+
+    def deployed(self) -> Routed:
+        """The parts as they run between machines."""
+        return replace(self, routes={pattern: part.deployed() for pattern, part in self.routes.items()})
 
     def init(self, shared: Tensors) -> Tensors:
         """Each part's state under its number."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core import seeds
 from ..core.tensors import Tensors
 from ..core.types import Aggregate, Inbox, Plugin, Server, Trained, Update
-from .aggregate import WeightedMean, factored
+from .aggregate import WeightedMean, Wrapped, factored
 from .channels.privacy import CLIP
 from .factors import A, B, layers, trained
 
@@ -23,7 +23,7 @@ def rounds_of(server: Server) -> int:
 
 
 @dataclass(frozen=True)
-class NoisyMean(Aggregate):
+class NoisyMean(Wrapped):
     """The mean of a base aggregate as sum over the expected number, with Gaussian noise of ``noise`` times the sensitivity.
 
     Args:
@@ -42,22 +42,11 @@ class NoisyMean(Aggregate):
     quantile: float | None = None
     system: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "needs", self.base.needs)
-        object.__setattr__(self, "travels", self.base.travels)
-
-    @property
-    def offers(self) -> frozenset[str]:
-        """What the base offers, and an accountant's count."""
-        return self.base.offers | {"accounted"}
+    adds = frozenset({"accounted"})
 
     def deployed(self) -> NoisyMean:
         """With noise from the operating system."""
-        return replace(self, system=True)
-
-    def publish(self, params: Tensors, clients: int) -> Tensors:
-        """What the base publishes."""
-        return self.base.publish(params, clients)
+        return replace(self, base=self.base.deployed(), system=True)
 
     def init(self, shared: Tensors) -> Tensors:
         """State: rounds that were noised."""
@@ -102,9 +91,6 @@ class NoisyProducts(NoisyMean):
     """FlexLoRA's mean of products, each client's ||B_k A_k - B A|| at most ``clip``, with noise on the dense mean before it is cut to factors."""
 
     needs = frozenset({"individual"})
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "travels", self.base.travels)
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """One bound over all layers and all that is not a factor."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.rounds import RunError
 from ..core.tensors import Tensors, expand_to
 from ..core.types import Aggregate, CompositionError, Server, Update
-from .aggregate import WeightedMean, factored
+from .aggregate import WeightedMean, Wrapped, factored
 from .factors import A, B, layers, trained
 
 Space = Literal["factors", "products"]
@@ -210,15 +210,15 @@ class Bulyan(Coordinatewise):
 
 
 @dataclass(frozen=True)
-class Guarded(Aggregate):
+class Guarded(Wrapped):
     """An aggregate behind a rule."""
 
     rule: Rule = field(default_factory=Median)
     base: Aggregate = field(default_factory=WeightedMean)
+    needs = frozenset({"individual"})
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "needs", self.base.needs | {"individual"})
-        object.__setattr__(self, "travels", self.base.travels)
+        super().__post_init__()
         if "accounted" in self.base.offers:
             raise CompositionError(f"{type(self.rule).__name__}: behind it the noise of dp would not fit what one client can change")
         if isinstance(self.rule, Coordinatewise) and self.base.offers & {"drawn", "masks"}:
@@ -227,26 +227,13 @@ class Guarded(Aggregate):
                 f"choose norm_bound, krum or geometric_median"
             )
 
-    @property
-    def offers(self) -> frozenset[str]:
-        """What the base offers."""
-        return self.base.offers
-
     def fits(self, cohort: int) -> None:
         """A cohort that is too small is refused before the first round."""
-        self.base.fits(cohort)
+        super().fits(cohort)
         if cohort < self.rule.fewest():
             raise CompositionError(
                 f"{type(self.rule).__name__}: {self.rule.attackers} attackers need {self.rule.fewest()} clients a round; there are {cohort}"
             )
-
-    def init(self, shared: Tensors) -> Tensors:
-        """That of the base."""
-        return self.base.init(shared)
-
-    def publish(self, params: Tensors, clients: int) -> Tensors:
-        """That of the base."""
-        return self.base.publish(params, clients)
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """The base's step from what the rule leaves."""

@@ -78,6 +78,7 @@ class Clip(Channel):
     private = True
     needs = frozenset({"exact"})
     takes = frozenset({"unbound"})
+    relies = frozenset({"accounted"})
 
     def encode(self, payload: Tensors, inbox: Inbox) -> Tensors:
         """Nothing but floating tensors may pass."""
@@ -97,3 +98,4 @@ class Silent(Channel):
     private = True
     needs = frozenset({"exact"})
     takes = frozenset({"unbound"})
+    relies = frozenset({"accounted"})
