@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from isthmus.core.batches import Batches
-from isthmus.core.rounds import server_round, server_start
 from isthmus.engines.messages import new_key
 from isthmus.engines.remote import Member, RemoteEngine
 from isthmus.engines.site import Policy, Site
+
+from ..contracts import contracts
 
 KEYS = [new_key() for _ in range(8)]
 COORDINATOR = new_key()
@@ -57,9 +58,4 @@ def engine_of(method, task, transport, run: str = "run1", **more) -> RemoteEngin
 
 def play(method, task, folder: Path, rounds: int = 3, way=None, server=None, engine=None, **more):
     engine = engine or engine_of(method, task, Loopback(sites_of(method, task, folder), way), **more)
-    server = server or server_start(method, task, 0)
-    records = []
-    for _ in range(rounds):
-        server, record = server_round(method, task, server, engine)
-        records.append(record)
-    return engine, server, records
+    return contracts.play(method, task, rounds, running=engine, server=server)

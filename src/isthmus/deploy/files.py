@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..core.recipe import Recipe, RecipeError, parse
-from ..engines.messages import PublicKey, Refused, new_key, private_bytes, public_text, read_private, read_public
+from ..engines.messages import PublicKey, Refused, new_key, private_bytes, public_text, read_public
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
 MODULE = "federation_app"
@@ -373,6 +373,3 @@ class SiteFile:
         except (OSError, ValueError, TypeError) as error:
             raise DeployError(f"{folder.name}/site.toml: {error}") from None
         return SiteFile(table["client"], table["link"], table.get("data"), policy)
-
-
-__all__ = ["Client", "DeployError", "Federation", "SiteFile", "create", "read_private"]

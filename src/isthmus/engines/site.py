@@ -12,6 +12,7 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..core import checkpoint
 from ..core.batches import Batches
 from ..core.rounds import Outgoing, arrive, client_round, client_start, learn, scope, server_start, upload_schemas
 from ..core.tensors import Tensors, matches, prefixed, under
-from ..core.types import Inbox, Method, Task
+from ..core.types import Inbox, Method, Server, Task
 from ..core.wire import WireError, pack, schema, trim, unpack
 from .messages import PrivateKey, PublicKey, Refused, get, read_schema, seal, unseal
 from .secure import Secrets, context_of
@@ -96,6 +97,11 @@ class Site:
     def __post_init__(self) -> None:
         self.method = self.method.deployed()
 
+    @cached_property
+    def _start(self) -> Server:
+        """The coordinator's side before the first round; the same for every run of the recipe."""
+        return server_start(self.method, self.task, self.seed)
+
     def answer(self, data: bytes) -> bytes:
         """The signed reply to a message; one that cannot be served is answered with a reason.  One at a time: a task's network is one."""
         with self._turn:
@@ -143,7 +149,7 @@ class Site:
         """(memory, shared) as they were after round ``seen``; -1: before the first."""
         rank = self._rank()
         if seen == -1:
-            return client_start(self.method, self.task, self.seed, rank), server_start(self.method, self.task, self.seed).shared
+            return client_start(self.method, self.task, self.seed, rank), self._start.shared
         try:
             _, tensors, _ = checkpoint.load(self.folder / run / f"round-{seen:05d}")
         except checkpoint.CheckpointError as error:
@@ -182,8 +188,7 @@ class Site:
         personal = {n: got.pop(n) for n in alone if isinstance(n, str) and n in got}
         shared = self.method.send.receive(got, shared, round, self.seed)
         directive = {str(n): str(v) for n, v in get(head, "directive", dict).items()}
-        start = server_start(self.method, self.task, self.seed)
-        inbox = Inbox(shared | personal, round, torch.tensor(self.client), directive, start.published, self.seed)
+        inbox = Inbox(shared | personal, round, torch.tensor(self.client), directive, self._start.published, self.seed)
         return memory, shared, inbox
 
     def _drawn(self, round: int) -> tuple[Tensors, Tensors, Tensor]:
@@ -217,7 +222,7 @@ class Site:
         if bad := [n for n, t in payload.items() if t.is_floating_point() and not torch.isfinite(t).all()]:
             raise RuntimeError(f"training diverged: non-finite values in {bad[0]}; nothing was sent")
         if update.rank is not None:
-            server = replace(server_start(self.method, self.task, self.seed), round=round, shared=inbox.shared)
+            server = replace(self._start, round=round, shared=inbox.shared)
             outgoing = Outgoing([self.client], {}, inbox.directive, server)
             payload = trim(payload, upload_schemas(self.method, self.task, outgoing, int(update.rank))[-1])
             more["rank"] = int(update.rank)

@@ -138,7 +138,8 @@ def _tree(terms: list[str]) -> str:
     return terms[0] if terms else "0"
 
 
-_VERILOG = {
+# the same in Verilog and in C
+_EXPRESSION = {
     1: "{a} & {b}", 2: "{a} & ~{b}", 4: "~{a} & {b}", 6: "{a} ^ {b}", 7: "{a} | {b}", 8: "~({a} | {b})", 9: "~({a} ^ {b})", 11: "{a} | ~{b}",
     12: "~{a}", 13: "~{a} | {b}", 14: "~({a} & {b})",
 }  # fmt: skip
@@ -152,7 +153,7 @@ def verilog(of: Circuit, name: str = "classifier") -> str:
     net = lambda s: f"x[{s}]" if s < of.inputs else f"g{s - of.inputs}"  # noqa: E731
     lines = [f"module {name}(input [{of.inputs - 1}:0] x, output [{label - 1}:0] label);"]
     for i, (t, a, b) in enumerate(of.gates):
-        lines.append(f"  wire g{i} = {_VERILOG[t].format(a=net(a), b=net(b))};")
+        lines.append(f"  wire g{i} = {_EXPRESSION[t].format(a=net(a), b=net(b))};")
     word = lambda s: f"{{{{{wide - 1}{{1'b0}}}}, {net(s)}}}" if s >= 0 else f"{wide}'d1"  # noqa: E731
     for c in range(classes):
         parts = [f"$signed({_tree([word(s) for s in group])})" for group in (of.plus[c], of.minus[c]) if group]
@@ -169,18 +170,12 @@ def verilog(of: Circuit, name: str = "classifier") -> str:
     return "\n".join([*lines, f"  assign label = {where};", "endmodule", ""])
 
 
-_C = {
-    1: "{a} & {b}", 2: "{a} & ~{b}", 4: "~{a} & {b}", 6: "{a} ^ {b}", 7: "{a} | {b}", 8: "~({a} | {b})", 9: "~({a} ^ {b})", 11: "{a} | ~{b}",
-    12: "~{a}", 13: "~{a} | {b}", 14: "~({a} & {b})",
-}  # fmt: skip
-
-
 def c_source(of: Circuit, name: str = "classify") -> str:
     """C99: ``void classify(const uint64_t x[F], int label[64])`` takes 64 rows at once, row i in bit i of every word."""
     net = lambda s: f"x[{s}]" if s < of.inputs else f"g[{s - of.inputs}]"  # noqa: E731
     lines = ["#include <stdint.h>", "", f"void {name}(const uint64_t x[{of.inputs}], int label[64]) {{"]
     lines.append(f"  static uint64_t g[{max(1, len(of.gates))}];")
-    lines += [f"  g[{i}] = {_C[t].format(a=net(a), b=net(b))};" for i, (t, a, b) in enumerate(of.gates)]
+    lines += [f"  g[{i}] = {_EXPRESSION[t].format(a=net(a), b=net(b))};" for i, (t, a, b) in enumerate(of.gates)]
     lines.append("  for (int i = 0; i < 64; i++) {")
     lines.append("    int best = 0, top = 0, s;")
     bit = lambda s: f"(int)({net(s)} >> i & 1)" if s >= 0 else "1"  # noqa: E731
