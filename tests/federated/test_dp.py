@@ -12,7 +12,7 @@ from isthmus.core import seeds
 from isthmus.core.rounds import server_start
 from isthmus.core.types import CompositionError, Inbox, Server, Update
 from isthmus.parts.accountant import epsilon
-from isthmus.parts.aggregate import ProductSVD, weighted_mean
+from isthmus.parts.aggregate import ProductSVD
 from isthmus.parts.channels.privacy import CLIP, Clip, GaussianNoise
 from isthmus.parts.noise import NoisyMean, NoisyProducts, rounds_of
 from isthmus.runner import make_method, run
@@ -157,12 +157,8 @@ def test_noise_on_products_is_what_it_says_and_noise_on_factors_is_not():
     factors = NoisyMean(clip=1.0, noise=1.0)
     noisy, _ = factors(update, grown, factors.init(grown.shared))
     on_factors = float(((b + noisy[layer + ".lora_b"]) @ (a + noisy[layer + ".lora_a"]) - b @ a).norm())
-    first_order = sigma * (b.norm() * a.shape[1] ** 0.5 + a.norm() * b.shape[0] ** 0.5)
-    second_order = sigma**2 * (a.shape[0] * a.shape[1] * b.shape[0]) ** 0.5
     assert on_factors == pytest.approx(float((b.norm() ** 2 * a.shape[1] + a.norm() ** 2 * b.shape[0]).sqrt() * sigma), rel=0.6)
     assert on_factors > on_product
-    assert first_order > 0 < second_order
-    assert all(torch.isfinite(x).all() for x in weighted_mean(update).values())
 
 
 def test_what_would_break_the_promise_is_refused():
