@@ -51,7 +51,7 @@ def federation(folder, **changes):
 
 
 def go(folder, grid, wait=5.0):
-    coordinate(grid, folder / "app" / MODULE, folder / "link", wait=wait)
+    coordinate(grid, folder / "app" / MODULE, folder / "link", wait=wait, leaving=0.5)
     return checkpoint.latest(folder / "run" / "checkpoints")[0]
 
 

@@ -57,6 +57,6 @@ def server_app(folder: Path) -> Any:
     def main(grid: Any, context: Any) -> None:
         from .coordinator import coordinate
 
-        coordinate(grid, folder, Path(str(context.run_config["link"])), str(context.run_config.get("runs", "")))
+        coordinate(grid, folder, Path(str(context.run_config["link"])), str(context.run_config.get("runs", "")), str(context.run_id))
 
     return app

@@ -135,8 +135,7 @@ def run(folder: Folder, json_: Json = False, quiet: Quiet = False) -> None:
         from ..report import html
         from .processes import follow, submit
 
-        submit(folder)
-        follow(folder, _sayer(quiet or json_), lambda: None)
+        follow(folder, submit(folder), _sayer(quiet or json_), lambda: None)
         _finish(folder, html, json_)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import secrets
 import signal
@@ -10,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..core import checkpoint
 from ..core.recipe import Recipe
@@ -20,9 +19,10 @@ from ..engines.remote import Member, RemoteEngine
 from ..runner import Callback, make_method, run
 from ..tasks.build import make_task
 from .apps import unwrapped, wrapped
+from .door import alone
 from .files import Federation, digest, read_recipe
 
-WAIT, POLL, LOOK = 120.0, 0.2, 2.0
+WAIT, LEAVING, POLL, LOOK = 300.0, 60.0, 0.2, 2.0
 
 
 class GridTransport:
@@ -147,9 +147,14 @@ def _line(public_key: bytes) -> str:
 class Status(Callback):
     """``status.json`` in the run folder: waiting, running, finished, failed or stopped, and why."""
 
-    def __init__(self, folder: Path, recipe: Recipe, members: Sequence[Member]) -> None:
+    def __init__(self, folder: Path, recipe: Recipe, members: Sequence[Member], submission: str) -> None:
         self.folder = folder
-        self.document: dict[str, Any] = {"rounds": recipe.rounds, "clients": [m.name for m in members], "round": 0}
+        self.document: dict[str, Any] = {
+            "submission": submission,
+            "rounds": recipe.rounds,
+            "clients": [m.name for m in members],
+            "round": 0,
+        }
 
     def say(self, state: str, why: str = "") -> None:
         """Write it."""
@@ -185,24 +190,9 @@ def run_name(folder: Path) -> str:
     return path.read_text().strip()
 
 
-def alone(folder: Path) -> IO[str]:
-    """Hold a run folder against a second coordinator until the file is closed, or the process gone.
-
-    Raises:
-        RunError: another one is at work there.
-    """
-    file = (folder / "lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise RunError(
-            f"another coordinator is at work in {folder}; stop it first, or name another folder (runs = in the app's config)"
-        ) from None
-    return file
-
-
-def coordinate(grid: Any, app: Path, link: Path, runs: str = "", wait: float = WAIT) -> None:
+def coordinate(
+    grid: Any, app: Path, link: Path, runs: str = "", submission: str = "", wait: float = WAIT, leaving: float = LEAVING
+) -> None:
     """Run the app's recipe; a run that was interrupted goes on.
 
     Raises:
@@ -214,8 +204,10 @@ def coordinate(grid: Any, app: Path, link: Path, runs: str = "", wait: float = W
     members = [Member(c.name, read_public(c.key), c.rows) for c in federation.clients]
     folder = Path(runs) if runs else link.parent / "run"
     folder.mkdir(parents=True, exist_ok=True)
-    lock = alone(folder)
-    status = Status(folder, recipe, members)
+    # after a crash of the link its coordinator may still be on its way out
+    if (lock := alone(folder, leaving)) is None:
+        raise RunError(f"another coordinator is at work in {folder}; stop it first, or name another folder (runs = in the app's config)")
+    status = Status(folder, recipe, members, submission)
     key = read_private(link / "coordinator.key")
     transport = GridTransport(grid, members, key, federation.name)
     status.say("waiting")

@@ -5,6 +5,7 @@ Flower starts a process for every message.  It imports nothing heavy: it hands t
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import socket
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 _LENGTH = struct.Struct("<Q")
 
@@ -54,21 +56,23 @@ def _send(connection: socket.socket, data: bytes) -> None:
 
 
 def knock(folder: Path, message: bytes, wait: float = 300.0) -> bytes:
-    """The site's reply; its process is started where none is there, and has ``wait`` seconds to open.
+    """The site's reply; its process is started where none is there or on its way, and has ``wait`` seconds to open.
 
     Raises:
         ConnectionError: it does not open, or dies.
     """
-    deadline, started, where = time.monotonic() + wait, None, address(folder)
+    deadline, where = time.monotonic() + wait, address(folder)
+    started: subprocess.Popen[bytes] | None = None
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             try:
                 connection.connect(where)
             except OSError:
-                if started is None:
-                    started = start(folder)
-                elif started.poll() not in (None, 0):
+                if started is not None and started.poll():
                     raise ConnectionError(f"the site's process ended with code {started.returncode}; see {folder / 'site.log'}") from None
+                if (started is None or started.poll() == 0) and (lock := alone(folder)):
+                    lock.close()
+                    started = start(folder)
                 if time.monotonic() > deadline:
                     raise ConnectionError(f"the site's process did not open within {wait:g} s; see {folder / 'site.log'}") from None
                 time.sleep(0.1)
@@ -89,21 +93,27 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
+def alone(folder: Path, wait: float = 0.0) -> IO[str] | None:
+    """Hold a site's folder against a second process until the file is closed; None: another one holds it, for longer than ``wait`` s."""
+    file, deadline = (folder / "lock").open("w"), time.monotonic() + wait
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            if time.monotonic() > deadline:
+                file.close()
+                return None
+            time.sleep(0.05)
+
+
 def serve(folder: Path, answer: Callable[[bytes], bytes], largest: int, idle: float, alive: Callable[[], bool]) -> None:
     """Answer one message after the other until nobody has knocked for ``idle`` seconds, or ``alive`` says no.
 
-    Raises:
-        RuntimeError: another process stands behind this door.
+    Whoever calls this holds the folder (`alone`): the socket of a process that was killed is removed.
     """
     where = address(folder)
-    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        lock.connect(where)
-        lock.close()
-        raise RuntimeError(f"another process serves {folder}")
-    except OSError:
-        lock.close()
-        Path(where).unlink(missing_ok=True)
+    Path(where).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         previous = os.umask(0o177)
         try:

@@ -135,15 +135,15 @@ def register(folder: Path) -> None:
 
 
 def submit(folder: Path) -> str:
-    """Submit the app; the number of the run."""
+    """Submit the app; the number of this submission, which `follow` takes."""
     of_folder(folder)
-    run = folder / "run"
-    (run / "status.json").unlink(missing_ok=True)
     return str(flwr(folder, "run", str((folder / "app").resolve()), "link").get("run-id", ""))
 
 
-def follow(folder: Path, say: Callable[[dict[str, Any]], None], alive: Callable[[], str | None], patience: float = 120.0) -> dict[str, Any]:
-    """Watch ``run/status.json`` until the run has ended; ``alive`` says why it cannot go on, if so.
+def follow(
+    folder: Path, submission: str, say: Callable[[dict[str, Any]], None], alive: Callable[[], str | None], patience: float = 300.0
+) -> dict[str, Any]:
+    """Watch ``run/status.json`` until a submission has ended; ``alive`` says why it cannot go on, if so.
 
     Raises:
         DeployError: the run failed, was stopped, or never began.
@@ -154,8 +154,10 @@ def follow(folder: Path, say: Callable[[dict[str, Any]], None], alive: Callable[
             status = json.loads(path.read_text())
         except (OSError, ValueError):
             status = {}
-            if time.monotonic() - began > patience:
-                raise DeployError(f"the run did not begin within {patience:g} s; see {folder / 'log'}") from None
+        if status.get("submission") != submission:  # an earlier one's last word
+            status = {}
+            if last is None and time.monotonic() - began > patience:
+                raise DeployError(f"the run did not begin within {patience:g} s; see {folder / 'log'}")
         if status and status != last:
             say(status)
             last = status
@@ -219,8 +221,7 @@ class Trial:
 
     def run(self, say: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
         """Submit the run and follow it to its end."""
-        submit(self.folder)
-        return follow(self.folder, say, self.broken)
+        return follow(self.folder, submit(self.folder), say, self.broken)
 
     def broken(self) -> str | None:
         """Why the run cannot go on, if a process has ended that must not."""

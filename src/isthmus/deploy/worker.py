@@ -11,7 +11,7 @@ from ..engines.messages import HEAD_BYTES, read_private, read_public
 from ..engines.site import Policy, Site
 from ..runner import make_method
 from ..tasks.build import make_task
-from .door import serve
+from .door import alone, serve
 from .files import DeployError, Federation, SiteFile, digest, read_recipe, seated
 
 
@@ -53,10 +53,14 @@ def main() -> None:
     import torch
 
     folder, parent = Path(sys.argv[1]), int(os.environ.get("ISTHMUS_PARENT", "0"))
+    if (lock := alone(folder, 1.0)) is None:
+        print(f"another process serves {folder}", file=sys.stderr, flush=True)
+        return
     torch.set_num_threads(int(os.environ.get("ISTHMUS_THREADS", "0")) or torch.get_num_threads())
     site = open_site(folder)
     print(f"client {site.client} of {site.federation}: open", file=sys.stderr, flush=True)
     serve(folder, site.answer, site.policy.message + HEAD_BYTES + 1024, 1800.0, lambda: not parent or _exists(parent))
+    lock.close()
 
 
 def _exists(pid: int) -> bool:
