@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch.func import vmap
 
@@ -30,3 +32,15 @@ def test_normal_numbers_are_normal():
     assert abs(float(x.mean())) < 0.01
     assert abs(float(x.std()) - 1) < 0.01
     assert abs(float((x**4).mean()) - 3) < 0.1
+
+
+def test_code_that_knows_the_global_generator_alone_draws_the_same_in_every_thread():
+    def draw(seed):
+        with seeds.globally(seed):
+            return torch.cat([torch.randn(50) for _ in range(40)])
+
+    before, wanted = torch.get_rng_state(), [draw(s) for s in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for found, want in zip(pool.map(draw, range(8)), wanted, strict=True):
+            assert torch.equal(found, want)
+    assert torch.equal(torch.get_rng_state(), before)

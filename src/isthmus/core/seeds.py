@@ -11,7 +11,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import threading
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -65,3 +68,14 @@ def system_normal(shape: tuple[int, ...] | torch.Size) -> Tensor:
     u = ((words >> 11 & ((1 << 53) - 1)).double() + 0.5) / 2.0**53
     x = torch.sqrt(-2 * torch.log(u[0::2])) * torch.cos(2 * math.pi * u[1::2])
     return x[:count].float().reshape(shape)
+
+
+_GLOBAL = threading.Lock()
+
+
+@contextmanager
+def globally(seed: int) -> Iterator[None]:
+    """torch's global generator seeded for the block and put back after it, for code that knows no other; one thread at a time."""
+    with _GLOBAL, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..core.seeds import seed_of
+from ..core.seeds import globally, seed_of
 from ..core.tensors import Tensors
 
 
@@ -79,8 +79,7 @@ class ArrayTask:
 
     def init(self, seed: int) -> Tensors:
         """The network's own initialisation under the seed."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(seed, "net"))
+        with globally(seed_of(seed, "net")):
             for module in self.net.modules():
                 if hasattr(module, "reset_parameters"):
                     module.reset_parameters()  # type: ignore[operator]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..adapters.rows import Rows
 from ..core.recipe import Recipe
-from ..core.seeds import generator
+from ..core.seeds import generator, globally
 from ..core.tensors import Tensors
 from .build import ModelError, deal, make_host
 from .hosted import HostTask
@@ -231,8 +231,7 @@ def pretrain(folder: Path, epochs: int = 12) -> None:
     text = {"num_hidden_layers": 2, "vocab_size": len(words), "max_position_embeddings": 12} | common
     text |= {"bos_token_id": 0, "eos_token_id": len(words) - 1, "pad_token_id": 1}
     vision = {"num_hidden_layers": 4, "image_size": 28, "patch_size": 4} | common
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with globally(0):
         model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=64))
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     draw, size = generator(0, SMALL), 100

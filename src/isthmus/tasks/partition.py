@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.seeds import generator, seed_of
+from ..core.seeds import generator, globally, seed_of
 from .sources import DataError
 
 Kind = Literal["dirichlet", "classes", "quantity", "iid", "source"]
@@ -45,8 +45,7 @@ class Partition:
         """Share of each label's rows for each client, (labels, clients), rows sum to 1."""
         k = self.clients
         torch_seed = seed_of(seed, attempt, "partition")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(torch_seed)
+        with globally(torch_seed):
             if self.kind == "dirichlet":
                 return torch.distributions.Dirichlet(torch.full((k,), float(self.alpha))).sample((labels,))
             if self.kind == "quantity":
