@@ -169,6 +169,11 @@ def test_s6_strangers_wrong_authorities_plain_text_and_expired_certificates_are_
         assert sorted(n["name"] for n in nodes) == ["s0", "s1", "s2", "s3"] if "name" in nodes[0] else len(nodes) == 4
         trial.run()
         assert [r["missing"] for r in ledger(folder / "run")] == [{}, {}]
+        # an app that ends before it can say why: the link knows
+        table = folder / "app" / MODULE / "recipe.toml"
+        table.write_text(table.read_text().replace("lr = 0.3", "lr = 0.4"))
+        with pytest.raises(DeployError, match="not the recipe"):
+            trial.run()
         # a certificate that has expired
         trial.kill("link")
         server_certificate(folder / "link", authority(folder / "ca", ""), ["127.0.0.1"], days=-1.0)

@@ -135,9 +135,25 @@ def register(folder: Path) -> None:
 
 
 def submit(folder: Path) -> str:
-    """Submit the app; the number of this submission, which `follow` takes."""
+    """Submit the app; the number of this submission, which `follow` takes.
+
+    Raises:
+        DeployError: not taken.
+    """
     of_folder(folder)
-    return str(flwr(folder, "run", str((folder / "app").resolve()), "link").get("run-id", ""))
+    answer = flwr(folder, "run", str((folder / "app").resolve()), "link")
+    if not answer.get("run-id"):
+        raise DeployError(f"flwr run: no run-id in its answer: {answer}")
+    return str(answer["run-id"])
+
+
+def ended(folder: Path, submission: str) -> str | None:
+    """Why a submission is over, by the link; None: it is not, or the link does not answer."""
+    with suppress(DeployError):
+        for row in flwr(folder, "list", "link", "--run-id", submission)["runs"]:
+            if row["status"].startswith("finished"):
+                return str(row["status-details"])
+    return None
 
 
 def follow(
@@ -145,19 +161,23 @@ def follow(
 ) -> dict[str, Any]:
     """Watch ``run/status.json`` until a submission has ended; ``alive`` says why it cannot go on, if so.
 
+    The link is asked too, every few seconds until the run has begun: an app may end before it can say so, or without a word.
+
     Raises:
         DeployError: the run failed, was stopped, or never began.
     """
     path, last, began = folder / "run" / "status.json", None, time.monotonic()
+    ask = began + 5.0
     while True:
+        over = None
+        if time.monotonic() > ask:
+            over, ask = ended(folder, submission), time.monotonic() + (5.0 if last is None else 30.0)
         try:
             status = json.loads(path.read_text())
         except (OSError, ValueError):
             status = {}
         if status.get("submission") != submission:  # an earlier one's last word
             status = {}
-            if last is None and time.monotonic() - began > patience:
-                raise DeployError(f"the run did not begin within {patience:g} s; see {folder / 'log'}")
         if status and status != last:
             say(status)
             last = status
@@ -165,6 +185,10 @@ def follow(
             return dict(status)
         if status.get("state") in ("failed", "stopped"):
             raise DeployError(f"the run {status['state']}: {status['why']}")
+        if over is not None:
+            raise DeployError(f"the run is over: {over}")
+        if last is None and time.monotonic() - began > patience:
+            raise DeployError(f"the run did not begin within {patience:g} s; see {folder / 'log'}")
         if (why := alive()) is not None:
             raise DeployError(why)
         time.sleep(0.2)
