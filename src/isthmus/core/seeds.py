@@ -70,7 +70,7 @@ def system_normal(shape: tuple[int, ...] | torch.Size) -> Tensor:
     return x[:count].float().reshape(shape)
 
 
-_GLOBAL = threading.Lock()
+_GLOBAL = threading.RLock()
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def alone(folder: Path, wait: float = 0.0) -> IO[str] | None:
-    """Hold a site's folder against a second process until the file is closed; None: another one holds it, for longer than ``wait`` s."""
+    """Hold a folder against a second process until the file is closed; None: another one holds it, for longer than ``wait`` s."""
     file, deadline = (folder / "lock").open("w"), time.monotonic() + wait
     while True:
         try:

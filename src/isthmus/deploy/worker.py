@@ -56,11 +56,11 @@ def main() -> None:
     if (lock := alone(folder, 1.0)) is None:
         print(f"another process serves {folder}", file=sys.stderr, flush=True)
         return
-    torch.set_num_threads(int(os.environ.get("ISTHMUS_THREADS", "0")) or torch.get_num_threads())
-    site = open_site(folder)
-    print(f"client {site.client} of {site.federation}: open", file=sys.stderr, flush=True)
-    serve(folder, site.answer, site.policy.message + HEAD_BYTES + 1024, 1800.0, lambda: not parent or _exists(parent))
-    lock.close()
+    with lock:
+        torch.set_num_threads(int(os.environ.get("ISTHMUS_THREADS", "0")) or torch.get_num_threads())
+        site = open_site(folder)
+        print(f"client {site.client} of {site.federation}: open", file=sys.stderr, flush=True)
+        serve(folder, site.answer, site.policy.message + HEAD_BYTES + 1024, 1800.0, lambda: not parent or _exists(parent))
 
 
 def _exists(pid: int) -> bool:

@@ -44,8 +44,7 @@ class Partition:
     def shares(self, labels: int, attempt: int, seed: int) -> Tensor:
         """Share of each label's rows for each client, (labels, clients), rows sum to 1."""
         k = self.clients
-        torch_seed = seed_of(seed, attempt, "partition")
-        with globally(torch_seed):
+        with globally(seed_of(seed, attempt, "partition")):
             if self.kind == "dirichlet":
                 return torch.distributions.Dirichlet(torch.full((k,), float(self.alpha))).sample((labels,))
             if self.kind == "quantity":
