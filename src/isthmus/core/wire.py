@@ -18,7 +18,7 @@ from .tensors import Tensors, nbytes
 
 Schema = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 _MAGIC, _VERSION = b"ISTH", 1
-_HEADER = struct.Struct("<4sBxxxI8sI")
+_HEADER = struct.Struct("<4sB3sI8sI")
 HEADER_BYTES = _HEADER.size
 
 
@@ -51,7 +51,7 @@ def pack(payload: Tensors) -> bytes:
     """Raw values in the order of their names, behind a fixed header."""
     ordered = (payload[n].detach().contiguous().reshape(-1) for n in sorted(payload))
     body = b"".join(t.view(torch.uint8).numpy().tobytes() for t in ordered)
-    return _HEADER.pack(_MAGIC, _VERSION, len(body), _fingerprint(schema(payload)), zlib.crc32(body)) + body
+    return _HEADER.pack(_MAGIC, _VERSION, bytes(3), len(body), _fingerprint(schema(payload)), zlib.crc32(body)) + body
 
 
 def unpack(data: bytes, expected: Schema) -> Tensors:
@@ -62,8 +62,8 @@ def unpack(data: bytes, expected: Schema) -> Tensors:
     """
     if len(data) < HEADER_BYTES:
         raise WireError(f"truncated payload: {len(data)} bytes, the header alone has {HEADER_BYTES}")
-    magic, version, length, print_, checksum = _HEADER.unpack_from(data)
-    if magic != _MAGIC:
+    magic, version, pad, length, print_, checksum = _HEADER.unpack_from(data)
+    if magic != _MAGIC or any(pad):
         raise WireError("not an Isthmus payload: the first bytes are wrong")
     if version != _VERSION:
         raise WireError(f"payload format version {version}; this release reads version {_VERSION}")

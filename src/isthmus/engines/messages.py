@@ -25,7 +25,7 @@ PrivateKey = ec.EllipticCurvePrivateKey
 PublicKey = ec.EllipticCurvePublicKey
 HEAD_BYTES = 1 << 20
 _PREFIX, _MAGIC, _VERSION = b"isthmus message 1\n", b"ISTM", 1
-_FRAME = struct.Struct("<4sBxHIQ")
+_FRAME = struct.Struct("<4sBBHIQ")
 _DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
 )}  # fmt: skip
@@ -91,7 +91,7 @@ def seal(head: dict[str, Any], body: bytes, key: PrivateKey) -> bytes:
     if len(text) > HEAD_BYTES:
         raise Refused(f"head of {len(text)} bytes; at most {HEAD_BYTES}")
     signature = key.sign(_signed(text, body), ec.ECDSA(hashes.SHA256()))
-    return _FRAME.pack(_MAGIC, _VERSION, len(signature), len(text), len(body)) + text + signature + body
+    return _FRAME.pack(_MAGIC, _VERSION, 0, len(signature), len(text), len(body)) + text + signature + body
 
 
 def unseal(data: bytes, key: PublicKey, largest: int) -> tuple[dict[str, Any], bytes]:
@@ -102,8 +102,8 @@ def unseal(data: bytes, key: PublicKey, largest: int) -> tuple[dict[str, Any], b
     """
     if len(data) < _FRAME.size:
         raise Refused(f"truncated message: {len(data)} bytes")
-    magic, version, signature_length, head_length, body_length = _FRAME.unpack_from(data)
-    if magic != _MAGIC:
+    magic, version, pad, signature_length, head_length, body_length = _FRAME.unpack_from(data)
+    if magic != _MAGIC or pad:
         raise Refused("not an Isthmus message: the first bytes are wrong")
     if version != _VERSION:
         raise Refused(f"message format version {version}; this release reads version {_VERSION}")
