@@ -80,6 +80,14 @@ def logic_task(**changes):
     return logic(digits_recipe(**table).updated(changes))
 
 
+def bags_task(**changes):
+    """Bags of digits with a nine or a three."""
+    from isthmus.tasks.mil import bags
+
+    table = {"task": {"kind": "bags", "set": "digits", "bags": 80, "attention": 8}, "partition": {"clients": 4, "alpha": 2.0}, "data": {}}
+    return bags(digits_recipe(**table).updated({"train.size": 8} | changes))
+
+
 def have(*packages: str) -> bool:
     return all(importlib.util.find_spec(p) is not None for p in packages)
 

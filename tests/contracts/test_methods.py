@@ -17,7 +17,7 @@ from isthmus.parts.channels.quantise import Cast, Int8
 from isthmus.parts.channels.sparse import TopK
 from isthmus.runner import make_method
 
-from ..conftest import digits_task, logic_task, tiny_text_task
+from ..conftest import bags_task, digits_task, logic_task, tiny_text_task
 from . import contracts
 
 METHODS = sorted(m for m in registry.entries("methods") if m != "pooled")
@@ -27,9 +27,10 @@ TASKS = {
     "ranks": lambda: tiny_text_task(ranks=(1, 2, 4, 3)),
     "biases": lambda: tiny_text_task(adapters=[Biases()]),
     "logic": logic_task,
+    "bags": bags_task,
 }
-# what counts is for tasks that count
-COUNTS = ("fbfs", "gate_majority")
+# methods that need a task of their own
+OWN = {"fbfs": "logic", "gate_majority": "logic", "fedsem": "bags"}
 
 
 @cache
@@ -49,7 +50,11 @@ def method(kind: str, **changes):
 def pairs():
     for kind in METHODS:
         for name in TASKS:
-            if (name == "logic") != (kind in COUNTS) or (kind, name) == ("beside", "ranks"):
+            if (
+                (name in OWN.values() and OWN.get(kind) != name)
+                or (kind in OWN and OWN[kind] != name)
+                or (kind, name) == ("beside", "ranks")
+            ):
                 continue
             try:
                 method(kind).check(task(name).init(0))

@@ -14,10 +14,10 @@ from isthmus.runner import make_method
 
 from ..conftest import tiny_text_task
 from ..contracts.contracts import play
-from ..contracts.test_methods import COUNTS, FEW
+from ..contracts.test_methods import FEW, OWN
 
 SYSTEMS = ("fedlova", "frank_lora", "flora_chef", "fedibs", "fedrecall")
-METHODS = sorted(m for m in registry.BUILT_IN["methods"] if m not in ("pooled", *COUNTS))
+METHODS = sorted(m for m in registry.BUILT_IN["methods"] if m not in ("pooled", *OWN))
 PAIRS = sorted({(a, b) for s in SYSTEMS for m in METHODS for a, b in ((s, m), (m, s)) if a != b})
 
 KEEPS = ("ffa_lora", "fedsa_lora")  # one factor stays with the clients, which methods that average products cannot have

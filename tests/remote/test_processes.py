@@ -21,7 +21,7 @@ from isthmus.runner import run
 
 from ..conftest import digits_recipe
 from ..contracts.contracts import difference
-from ..contracts.test_methods import COUNTS, FEW, METHODS, PAIRS
+from ..contracts.test_methods import FEW, METHODS, OWN, PAIRS
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
@@ -61,6 +61,12 @@ PARITY = {
 }
 
 
+SMALL = {
+    "logic": {"task": {"kind": "logic", "width": 40, "layers": 2}, "data.limit": 400, "rounds": 2},
+    "bags": {"task": {"kind": "bags", "set": "musk1"}, "partition.smallest": 4, "train.size": 8, "evaluate.every": 3},
+}
+
+
 @pytest.mark.parametrize("name", PARITY)
 def test_three_rounds_over_four_processes_end_as_in_the_simulator(name, tmp_path):
     changes = {"method.kind": name} if name in METHODS else {}
@@ -85,15 +91,8 @@ def test_every_method_over_four_processes(kind, tmp_path):
     transformers.BertModel(small).save_pretrained(tmp_path / "bert")
     transformers.AutoTokenizer.from_pretrained(model_source("minilm")[0]).save_pretrained(tmp_path / "bert")
     few = FEW.get(kind, {}) | ({"method.noise": 0.0} if kind == "dp" else {})  # deployed noise is nobody's to repeat
-    if kind in COUNTS:
-        changes = {
-            "task": {"kind": "logic", "width": 40, "layers": 2},
-            "data.limit": 400,
-            "partition.clients": 4,
-            "method.kind": kind,
-            "rounds": 2,
-        }
-        recipe = federation(tmp_path / "f", **changes)
+    if kind in OWN:
+        recipe = federation(tmp_path / "f", **SMALL[OWN[kind]], **{"partition.clients": 4, "method.kind": kind})
         with Trial(tmp_path / "f") as trial:
             trial.run()
         ends_as_the_simulator(tmp_path / "f", recipe, tmp_path / "simulated")

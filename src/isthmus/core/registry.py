@@ -57,6 +57,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "geometric_median": _FEDERATED + "robust:geometric_median",
         "fbfs": _FEDERATED + "fbfs:fbfs",
         "gate_majority": _FEDERATED + "fbfs:gate_majority",
+        "fedsem": _FEDERATED + "fedsem:fedsem",
         "dp": _FEDERATED + "dp:dp",
     },
     "tasks": {
@@ -64,6 +65,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "language": "isthmus.tasks.build:language",
         "digits": "isthmus.tasks.build:digits",
         "logic": "isthmus.tasks.logic:logic",
+        "bags": "isthmus.tasks.mil:bags",
         "forecast": "isthmus.tasks.forecast:forecast",
         "pairs": "isthmus.tasks.pairs:pairs",
     },

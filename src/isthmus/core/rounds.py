@@ -1,7 +1,7 @@
 """The two halves of a round.  No engine, no transport, no clock: pure functions that every engine calls.
 
-The order is fixed here, once.  Client: overlay what the server sent, cut to the client's rank, plug-ins begin (outside in), wrap the
-loss, work, plug-ins end (inside out), share, encode.  Server: screen, decode in reverse, aggregate, apply.  No part calls another.
+The order is fixed here, once.  Client: overlay what the server sent, cut to the client's rank, plug-ins begin (outside in), look, wrap
+the loss, work, plug-ins end (inside out), share, encode.  Server: screen, decode in reverse, aggregate, apply.  No part calls another.
 """
 
 from __future__ import annotations
@@ -89,6 +89,12 @@ def arrive(method: Method, task: Task, inbox: Inbox, memory: Tensors, probe: Ten
     return Arrived(inbox, params, constants, mine, loss, task)
 
 
+def look(method: Method, at: Arrived, batches: Tensors) -> Arrived:
+    """Let plug-ins look at the model that came, on the round's batches."""
+    mine = {p.name: p.look(at.model, at.memory[p.name], at.inbox, at.task.statistics, batches) for p in method.plugins}
+    return replace(at, memory=mine)
+
+
 def learn(method: Method, at: Arrived, batches: Tensors) -> Trained:
     """Wrap the loss, work; or count."""
     if method.work.counts(at.inbox.round):
@@ -106,7 +112,7 @@ def client_round(
     method: Method, task: Task, inbox: Inbox, memory: Tensors, batches: Tensors, probe: Tensors, weight: Tensor
 ) -> tuple[Update, Tensors]:
     """One client's part of a round: pure, written for one client, mapped over clients by the simulator."""
-    at = arrive(method, task, inbox, memory, probe)
+    at = look(method, arrive(method, task, inbox, memory, probe), batches)
     trained = learn(method, at, batches)
 
     weight = torch.ones_like(weight) if method.private else weight

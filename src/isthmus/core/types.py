@@ -278,6 +278,10 @@ class Plugin(Part):
         """
         return params, memory
 
+    def look(self, model: Tensors, memory: Tensors, inbox: Inbox, statistics: Loss, batches: Tensors) -> Tensors:
+        """Before local work, with the task's statistics and all batches (steps, B, ...) of the round; returns the memory."""
+        return memory
+
     def wrap(self, loss: Loss, anchor: Tensors, memory: Tensors, inbox: Inbox) -> Loss:
         """The loss that local work minimises; ``anchor`` is where it starts from."""
         return loss

@@ -34,7 +34,17 @@ class Evaluation:
 def _mean(scores: Tensors, rows: Tensor | slice = slice(None)) -> dict[str, float]:
     weight = scores["weight"][rows]
     total = weight.sum().clamp_min(1e-12)
-    return {n: float((t[rows] * weight).sum() / total) for n, t in scores.items() if n != "weight"}
+    found = {n: float((t[rows] * weight).sum() / total) for n, t in scores.items() if n != "weight" and not n.startswith("auc.")}
+    return found | ({"auc": area(scores["auc.score"][rows], scores["auc.positive"][rows])} if "auc.score" in scores else {})
+
+
+def area(score: Tensor, positive: Tensor) -> float:
+    """Area under the ROC curve of scores (n,) for rows that are positive (n,): the chance that a positive row scores higher; 0.5 without rows of both kinds."""
+    a, b = score[positive > 0], score[positive <= 0]
+    if not len(a) or not len(b):
+        return 0.5
+    above, level = (a[:, None] > b).double().mean(), (a[:, None] == b).double().mean()
+    return float(above + level / 2)
 
 
 def evaluate(engine: Simulator, server: Server, everywhere: bool = True, tuned: bool = False, analyse: Analyse | None = None) -> Evaluation:
