@@ -23,10 +23,10 @@ from isthmus.runner import make_engine, make_method
 from isthmus.tasks.build import make_task
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "bags.json"
-SETS = ("musk1", "musk2", "elephant", "breast", "birds", "protein")
+SETS = ("musk1", "breast", "elephant", "birds", "musk2")
 FOLDS, REPEATS, TUNING = 5, 3, 100
 RATES = (3e-4, 1e-3, 3e-3)
-SEM = ({"method.pull": 0.1, "method.agree": 0.0}, {"method.pull": 0.1, "method.agree": 0.1}, {"method.pull": 0.5, "method.agree": 0.5})
+SEM = tuple({"method.pull": p, "method.agree": a} for p, a in ((0.1, 0.01), (0.3, 0.03), (1.0, 0.1)))
 METHODS = ("fedavg", "fedprox", "fedsem", "local", "pooled")
 
 
@@ -95,7 +95,7 @@ def examine(name: str, folds: int = FOLDS, methods: tuple[str, ...] = METHODS) -
 
 def main() -> None:
     document = json.loads(OUT.read_text()) if OUT.exists() else {"rows": []}
-    for name in (*SETS, "digits"):
+    for name in ("digits", *SETS):
         if any(r["set"] == name for r in document["rows"]):
             continue
         document["rows"] += examine(name)

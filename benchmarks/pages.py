@@ -13,6 +13,7 @@ import math
 import re
 from pathlib import Path
 
+import beyond_pages
 import primitive_pages
 
 from isthmus.core import recipe
@@ -111,7 +112,7 @@ def filled(text: str) -> str:
         if kind in ("speed", "fields"):
             return head + (speed() if kind == "speed" else fields()) + end
         if kind == "primitive":
-            return head + primitive_pages.TABLES[rest.strip()]() + end
+            return head + (primitive_pages.TABLES | beyond_pages.TABLES)[rest.strip()]() + end
         name, _, options = rest.strip().partition(":")
         columns, _, methods = options.partition(";")
         split = lambda text: [x.strip() for x in text.split(",") if x.strip()]
@@ -173,7 +174,7 @@ def pictures() -> dict[str, str]:
     if "recall" in found:
         share = found["recall"]["retention_by_rank_of_strength"]
         out["fedrecall_retention"] = lines({"share that came back": share}, "direction, strongest first", "retention")
-    return {n: svg for n, svg in out.items() if svg} | primitive_pages.pictures()
+    return {n: svg for n, svg in out.items() if svg} | primitive_pages.pictures() | beyond_pages.pictures()
 
 
 def lines(series: dict[str, list[float]], x: str, y: str) -> str:

@@ -88,6 +88,29 @@ def bags_task(**changes):
     return bags(digits_recipe(**table).updated({"train.size": 8} | changes))
 
 
+def queries_task(**changes):
+    """Digits as queries: three models that know the low digits, the high ones, or a little of all, dealt to four clients."""
+    from isthmus.tasks.queries import RouterNet, RoutingTask, coverage
+
+    base, share = digits_task(), changes.get("task.coverage", 0.7)
+    x = torch.nn.functional.normalize(base.x, dim=-1)
+    quality = torch.stack([(base.y < 5).float(), (base.y >= 5).float(), (base.y % 2).float()], 1)
+    cost = torch.tensor([0.5, 0.5, 0.1]).expand(len(x), 3)
+    asked, own = torch.ones(len(x), 3), coverage(4, 3, share, 0)
+    for c, rows in enumerate(base.train):
+        asked[rows] *= own[c]
+    return RoutingTask(
+        RouterNet(64, 3, 16), x, torch.cat([quality, cost, asked], 1), base.train, base.test, client_names=base.client_names, models=["low", "high", "odd"]
+    )
+
+
+def concepts_task(**changes):
+    """Digits with eight concepts, of which each client has annotated some."""
+    from isthmus.tasks.concepts import concepts
+
+    return concepts(digits_recipe(**{"task": {"kind": "concepts", "set": "digits"}, "partition": {"clients": 4}}).updated(changes))
+
+
 def have(*packages: str) -> bool:
     return all(importlib.util.find_spec(p) is not None for p in packages)
 

@@ -421,6 +421,33 @@ def classify(
             typer.echo(f"{name}\t{p:.3f}\t{text}")
 
 
+@app.command()
+def route(
+    run: RunFolder,
+    queries: Annotated[list[str] | None, typer.Argument(help="Questions; without any, lines of standard input.")] = None,
+    trade: Annotated[float | None, typer.Option(help="Price of a unit of cost; 0: the best whatever it costs.", min=0.0)] = None,
+    json_: Json = False,
+) -> None:
+    """Say which model to ask, by a trained router (see the recipe "routing")."""
+    with _clear_errors():
+        import time
+
+        from .tasks.queries import Router
+
+        router = Router(run)
+        router("to have everything in place")
+        given = queries or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+        found = []
+        for query in given:
+            began = time.perf_counter()
+            found.append({"query": query, **router(query, trade), "milliseconds": round(1000 * (time.perf_counter() - began), 2)})
+        if json_:
+            _print_json(found)
+            return
+        for row in found:
+            typer.echo(f"{row['model']}\t{100 * row['quality']:.0f} % right\tcost {row['cost']:.2f}\t{row['milliseconds']:.0f} ms\t{row['query']}")
+
+
 def _print_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=1, ensure_ascii=False))
 

@@ -241,6 +241,8 @@ def run(
     result = Result(recipe, folder, line, task, document, references)
     if isinstance(getattr(task, "host", None), Host) and all(isinstance(a, Lora) for a in task.host.adapters) and not task.private:
         export_adapter(result, folder / "adapter")
+    if hasattr(task, "keep"):
+        task.keep(folder, line.engine.global_params(line.server))
     checkpoint.write_atomic(folder / "split.json", json.dumps(split_table(task)).encode())
     checkpoint.write_atomic(folder / "result.json", json.dumps(document, indent=1).encode())
     return result
@@ -283,6 +285,7 @@ def summary(recipe: Recipe, folder: Path, line: Line, references: dict[str, Line
         "loss_personal": metric(line, "personal", "loss"),
         "loss_local_only": metric(local, "personal", "loss"),
         "loss_pooled": metric(pooled, "global", "loss"),
+        **{f"{n}_{w}": metric(line, w, n) for w in ("global", "personal") for n in line.last[w] if n not in ("accuracy", "loss")},
         "accuracy_tuned": metric(line, "tuned", "accuracy"),
         "loss_tuned": metric(line, "tuned", "loss"),
         "bytes_up": total(line.rows, "up"),

@@ -17,7 +17,7 @@ from isthmus.parts.channels.quantise import Cast, Int8
 from isthmus.parts.channels.sparse import TopK
 from isthmus.runner import make_method
 
-from ..conftest import bags_task, digits_task, logic_task, tiny_text_task
+from ..conftest import bags_task, concepts_task, digits_task, logic_task, queries_task, tiny_text_task
 from . import contracts
 
 METHODS = sorted(m for m in registry.entries("methods") if m != "pooled")
@@ -28,9 +28,11 @@ TASKS = {
     "biases": lambda: tiny_text_task(adapters=[Biases()]),
     "logic": logic_task,
     "bags": bags_task,
+    "concepts": concepts_task,
+    "queries": queries_task,
 }
 # methods that need a task of their own
-OWN = {"fbfs": "logic", "gate_majority": "logic", "fedsem": "bags"}
+OWN = {"fbfs": "logic", "gate_majority": "logic", "fedsem": "bags", "fcm": "concepts", "router_kmeans": "queries", "router_mlp": "queries"}
 
 
 @cache
@@ -110,7 +112,7 @@ def test_methods_go_through_channels(kind, channel):
             )  # refused when it is built, as it should be where more than values leave
             return
         over = replace(one, channels=(*one.channels, replace(channel, feedback=False)))
-    if kind == "fbfs" and channel.name == "gaussian":
+    if kind in ("fbfs", "router_mlp") and channel.name == "gaussian":
         with pytest.raises((ClientError, ValueError), match="would leave without protection"):
             contracts.play(over, task(name), rounds=1)
         return

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from isthmus.core.recipe import RecipeError
 from isthmus.core.rounds import server_start
-from isthmus.engines.evaluate import area
 from isthmus.federated.fedsem import ANCHORS, IMPORTANCE, SCORES, SENT, compress, refine
 from isthmus.runner import make_engine, make_method
-from isthmus.tasks.mil import bags
+from isthmus.tasks.mil import area, bags
 
 from ..conftest import bags_task, digits_recipe
 from ..contracts.contracts import difference, play

@@ -94,8 +94,13 @@ def test_noise_is_clipped_keyed_and_as_large_as_said():
 
 
 def test_noise_refuses_what_it_cannot_cover():
-    with pytest.raises(ValueError, match="n is not floating point"):
-        GaussianNoise(1.0, 1.0).encode(values(), INBOX)
+    with pytest.raises(ValueError, match="n is neither floating point nor a count"):
+        GaussianNoise(1.0, 1.0).encode({"n": torch.ones(3, dtype=torch.uint8)}, INBOX)
+    counts = {"n": torch.full((20_000,), 1000)}
+    assert torch.equal(GaussianNoise(1e9, 0.0).encode(counts, INBOX)["n"], counts["n"])
+    noisy = GaussianNoise(1e6, 1e-5).encode(counts, INBOX)["n"]
+    assert noisy.dtype == torch.int64
+    assert float((noisy - counts["n"]).double().std()) == pytest.approx(10.0, rel=0.03)
     for bad in ((0.0, 1.0), (1.0, -1.0)):
         with pytest.raises(ValueError, match="clip"):
             GaussianNoise(*bad)

@@ -63,6 +63,8 @@ PARITY = {
 
 SMALL = {
     "logic": {"task": {"kind": "logic", "width": 40, "layers": 2}, "data.limit": 400, "rounds": 2},
+    "queries": {"task": {"kind": "routing"}, "data.limit": 300, "model.max_length": 16, "evaluate.every": 3},
+    "concepts": {"task": {"kind": "concepts", "joins": [0, 1]}, "data.limit": 400, "evaluate.every": 3},
     "bags": {"task": {"kind": "bags", "set": "musk1"}, "partition.smallest": 4, "train.size": 8, "evaluate.every": 3},
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,20 +31,12 @@ class Evaluation:
     bytes: int = 0  # that travelled for it
 
 
-def _mean(scores: Tensors, rows: Tensor | slice = slice(None)) -> dict[str, float]:
+def _mean(task: Any, scores: Tensors, rows: Tensor | slice = slice(None)) -> dict[str, float]:
+    """Weighted means of what is scored row by row, and what the task makes of many rows together (``overall``: names with a dot)."""
     weight = scores["weight"][rows]
     total = weight.sum().clamp_min(1e-12)
-    found = {n: float((t[rows] * weight).sum() / total) for n, t in scores.items() if n != "weight" and not n.startswith("auc.")}
-    return found | ({"auc": area(scores["auc.score"][rows], scores["auc.positive"][rows])} if "auc.score" in scores else {})
-
-
-def area(score: Tensor, positive: Tensor) -> float:
-    """Area under the ROC curve of scores (n,) for rows that are positive (n,): the chance that a positive row scores higher; 0.5 without rows of both kinds."""
-    a, b = score[positive > 0], score[positive <= 0]
-    if not len(a) or not len(b):
-        return 0.5
-    above, level = (a[:, None] > b).double().mean(), (a[:, None] == b).double().mean()
-    return float(above + level / 2)
+    found = {n: float((t[rows] * weight).sum() / total) for n, t in scores.items() if n != "weight" and "." not in n}
+    return found | (task.overall({n: t[rows] for n, t in scores.items() if "." in n}) if hasattr(task, "overall") else {})
 
 
 def evaluate(engine: Simulator, server: Server, everywhere: bool = True, tuned: bool = False, analyse: Analyse | None = None) -> Evaluation:
@@ -64,14 +56,14 @@ def evaluate(engine: Simulator, server: Server, everywhere: bool = True, tuned: 
     common = set(scope(method, task, list(start))) == set(start) and "rank" not in engine.state() and not method.personal
     shared = task.score(engine.global_params(server), rows) if common else None
     personal = shared if shared is not None else task.score(personal_stack(engine, server), rows, owner)
-    each = [_mean(personal, owner == c) for c in range(task.clients)]
+    each = [_mean(task, personal, owner == c) for c in range(task.clients)]
     by_name = {n: [m[n] for m in each] for n in each[0]}
     mean = {n: sum(v) / len(v) for n, v in by_name.items()}
     found = Evaluation(_overall(engine, server, rows, owner, shared, personal, everywhere), mean, by_name)
     if not tuned and analyse is None:
         return found
     after = client_models(engine, server, tuned=True)
-    mine = [_mean(task.score(after, rows, owner), owner == c) for c in range(task.clients)] if tuned else []
+    mine = [_mean(task, task.score(after, rows, owner), owner == c) for c in range(task.clients)] if tuned else []
     roles = analyse(client_models(engine, server), after) if analyse else {}
     return replace(found, tuned={n: sum(m[n] for m in mine) / len(mine) for n in mine[0]} if mine else {}, roles=roles)
 
@@ -96,15 +88,15 @@ def _overall(
 ) -> dict[str, float]:
     task = engine.task
     if shared is not None:
-        return _mean(shared)
+        return _mean(task, shared)
     if task.private:  # heads over label sets of their own: there is no model without them
         if not server.shared:
-            return _mean(personal)
+            return _mean(task, personal)
         heads = {n: t for n, t in under(engine.state(), "kept/").items() if matches(n, task.private)}
-        return _mean(task.score(engine.global_params(server) | heads, rows, owner))
+        return _mean(task, task.score(engine.global_params(server) | heads, rows, owner))
     if server.shared:
-        return _mean(task.score(engine.global_params(server), rows))
+        return _mean(task, task.score(engine.global_params(server), rows))
     if not everywhere:
         return {}
-    each = [_mean(task.score(engine.personal_params(server, c), rows)) for c in range(task.clients)]
+    each = [_mean(task, task.score(engine.personal_params(server, c), rows)) for c in range(task.clients)]
     return {n: sum(m[n] for m in each) / len(each) for n in each[0]}

@@ -22,33 +22,16 @@ from torch import Tensor
 from ..core.tensors import Tensors
 from ..core.types import Aggregate, Inbox, Loss, Method, Plugin, Server, Trained, Update
 from ..parts.aggregate import Routed
+from ..parts.cluster import lloyd
 
 SENT, IMPORTANCE = "sent.prototypes", "sent.importance"
 ANCHORS, SCORES = "memory.anchors", "memory.scores"
 
 
-def compress(points: Tensor, weight: Tensor, m: int, least: int, steps: int = 8) -> tuple[Tensor, Tensor]:
-    """Weighted k-means of points (n, d), weight 0: not there, to centres (m, d) and importances (m,); both 0 where fewer than ``least`` points fell.
-
-    Starts at the heaviest point and goes on with the one farthest from all chosen (deterministic, maps over clients).
-    """
-    there = (weight > 0).to(points.dtype)
-    marked = lambda at, n: (at[..., None] == torch.arange(n)).to(points.dtype)  # noqa: E731
-    pick = lambda value: marked(value.argmax(), len(points))  # noqa: E731
-    centres = [pick(weight) @ points]
-    for _ in range(m - 1):
-        gap = torch.stack([(points - c).square().sum(-1) for c in centres]).amin(0)
-        centres.append(pick(gap * there) @ points)
-    centre = torch.stack(centres)
-    for _ in range(steps):
-        near = marked(torch.cdist(points, centre).argmin(-1), m) * weight[:, None]
-        total = near.sum(0)
-        centre = torch.where(total[:, None] > 0, (near.mT @ points) / total.clamp_min(1e-12)[:, None], centre)
-    near = marked(torch.cdist(points, centre).argmin(-1), m) * there[:, None]
-    enough = (near.sum(0) >= least).to(points.dtype)
-    # the mean of what fell to it in the end
-    total = (near * weight[:, None]).sum(0)
-    centre = ((near * weight[:, None]).mT @ points) / total.clamp_min(1e-12)[:, None]
+def compress(points: Tensor, weight: Tensor, m: int, least: int) -> tuple[Tensor, Tensor]:
+    """Points (n, d) of weights (n,) to prototypes (m, d) and importances (m,); both 0 where fewer than ``least`` points fell."""
+    centre, total, number = lloyd(points, weight, m)
+    enough = (number >= least).to(points.dtype)
     return centre * enough[:, None], total * enough
 
 
@@ -160,8 +143,8 @@ def fedsem(
     size: int = 32,
     least: int = 3,
     merge: float = 0.95,
-    pull: float = 0.1,
-    agree: float = 0.1,
+    pull: float = 0.3,
+    agree: float = 0.03,
     temperature: float = 0.1,
 ) -> Method:
     """FedSEM: clients share prototypes of the instances that their labels come from, and learn towards everybody's."""

@@ -66,6 +66,15 @@ def likeness(h: Tensor, anchors: Tensor, scores: Tensor) -> Tensor:
     return cosine.masked_fill(scores[None, None] <= 0, -1.0).amax(-1)
 
 
+def area(score: Tensor, positive: Tensor) -> float:
+    """Area under the ROC curve of scores (n,) for rows that are positive (n,): the chance that a positive row scores higher; 0.5 without rows of both kinds."""
+    a, b = score[positive > 0], score[positive <= 0]
+    if not len(a) or not len(b):
+        return 0.5
+    above, level = (a[:, None] > b).double().mean(), (a[:, None] == b).double().mean()
+    return float(above + level / 2)
+
+
 @dataclass
 class BagTask(ArrayTask):
     """Bags x (N, I, F + 1) with labels; ``keys`` (N, I) marks the instances that make a bag positive, where it is known.
@@ -89,7 +98,7 @@ class BagTask(ArrayTask):
         """Cross-entropy of bags; with a memory, ``evidence.pull`` and ``evidence.agree`` times its two terms.
 
         Pull: instances, each by its attention, to the nearest anchor of the bag's class against those of the others (softmax over classes at
-        ``evidence.temperature``).  Agree: KL(q || a) of the attention a from q = softmax_i(how much nearer i is to the class's
+        ``evidence.temperature``).  Agree: KL(a || q) of the attention a from q = softmax_i(how much nearer i is to the class's
         anchors than to others', over the temperature), for bags of a label above 0.
         """
         if ANCHORS not in params:
@@ -105,8 +114,8 @@ class BagTask(ArrayTask):
         pull = -(a * toward).sum(-1)
         there = batch["x"][..., -1] > 0
         margin = (like * own[:, None]).sum(-1) - like.masked_fill(own[:, None] > 0, -1.0).amax(-1)
-        q = (margin / heat).masked_fill(~there, -1e9).softmax(-1).detach()
-        agree = (q * (q.clamp_min(1e-12).log() - a.clamp_min(1e-12).log())).sum(-1) * (batch["y"] > 0)
+        log_q = (margin / heat).masked_fill(~there, -1e9).log_softmax(-1).detach()
+        agree = (a * (a.clamp_min(1e-12).log() - log_q)).sum(-1) * (batch["y"] > 0)
         extra = params["evidence.pull"] * mean(pull) + params["evidence.agree"] * mean(agree)
         return mean(F.cross_entropy(logits, batch["y"], reduction="none")) + known * extra
 
@@ -120,11 +129,13 @@ class BagTask(ArrayTask):
 
     @torch.no_grad()
     def score(self, params: Tensors, rows: Tensor, owner: Tensor | None = None) -> Tensors:
-        """With two labels also what an area under the curve is made of, see `engines.evaluate`."""
-        found = super().score(params, rows, owner)
-        if len(self.label_names) == 2:
-            found |= {"auc.score": self._probability(params, rows, owner), "auc.positive": (self.y[rows] == 1).float()}
-        return found
+        """Also the probability of the second label, of which `overall` makes ``auc``."""
+        more = {"of.probability": self._probability(params, rows, owner), "of.positive": (self.y[rows] == 1).float()}
+        return super().score(params, rows, owner) | more
+
+    def overall(self, scores: Tensors) -> dict[str, float]:
+        """Area under the ROC curve."""
+        return {"auc": area(scores["of.probability"], scores["of.positive"])}
 
     def _probability(self, params: Tensors, rows: Tensor, owner: Tensor | None) -> Tensor:
         shape, out = {n: p.dim() for n, p in self.net.named_parameters()}, torch.empty(len(rows))

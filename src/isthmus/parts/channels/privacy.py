@@ -39,27 +39,36 @@ class GaussianNoise(Channel):
         return replace(self, system=True)
 
     def encode(self, payload: Tensors, inbox: Inbox) -> Tensors:
-        """Every floating tensor is clipped and noised; anything else is refused, since it would leave unprotected."""
-        scale = clipping(payload, torch.tensor(self.clip), "gaussian")
-        if self.system:
-            return {n: t * scale + self.sigma * self.clip * seeds.system_normal(t.shape) for n, t in payload.items()}
+        """Floating tensors and counts (int32, int64) are clipped and noised, counts rounded again; anything else is refused, since it would leave unprotected."""
+        scale = clipping(payload, torch.tensor(self.clip), "gaussian", COUNTS)
         key = seeds.key(inbox.seed, inbox.round, inbox.client, "gaussian")
-        return {n: t * scale + self.sigma * self.clip * seeds.normal(seeds.key(key, n), t.shape) for n, t in payload.items()}
+        out: Tensors = {}
+        for n, t in payload.items():
+            noise = seeds.system_normal(t.shape) if self.system else seeds.normal(seeds.key(key, n), t.shape)
+            if t.is_floating_point():
+                out[n] = t * scale + self.sigma * self.clip * noise
+            else:
+                out[n] = (t.double() * scale + self.sigma * self.clip * noise.double()).round().to(t.dtype)
+        return out
 
 
 def length(payload: Tensors) -> Tensor:
     """Euclidean length of a whole payload, ()."""
-    return sum((t.square().sum() for t in payload.values()), torch.zeros(())).sqrt()
+    return sum(((t if t.is_floating_point() else t.double()).square().sum() for t in payload.values()), torch.zeros(())).sqrt()
 
 
-def clipping(payload: Tensors, most: Tensor, who: str) -> Tensor:
+COUNTS = (torch.int32, torch.int64)
+
+
+def clipping(payload: Tensors, most: Tensor, who: str, also: tuple[torch.dtype, ...] = ()) -> Tensor:
     """Factor () that brings a payload to a length of at most ``most``.
 
     Raises:
-        ValueError: a tensor that is not floating point and would leave as it is.
+        ValueError: a tensor that is neither floating point nor of a type in ``also``, and would leave as it is.
     """
-    if bare := [n for n, t in payload.items() if not t.is_floating_point()]:
-        raise ValueError(f"channel {who}: {bare[0]} is not floating point and would leave without protection")
+    if bare := [n for n, t in payload.items() if not t.is_floating_point() and t.dtype not in also]:
+        what = "neither floating point nor a count" if also else "not floating point"
+        raise ValueError(f"channel {who}: {bare[0]} is {what} and would leave without protection")
     return torch.clamp(most / (length(payload) + 1e-12), max=1.0)
 
 
