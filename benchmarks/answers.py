@@ -111,10 +111,16 @@ def main() -> None:
             began = time.perf_counter()
             classifier.predict([texts[i]])
             each.append(1000 * (time.perf_counter() - began))
-        columns.append({"model": name, "learned": on, "milliseconds": round(float(np.median(each)), 4), "right": "".join("01"[int(r)] for r in right)})
+        columns.append(
+            {"model": name, "learned": on, "milliseconds": round(float(np.median(each)), 4), "right": "".join("01"[int(r)] for r in right)}
+        )
         print(name, f"{right.mean():.3f}", f"{columns[-1]['milliseconds']:.2f} ms", f"{time.perf_counter() - started:.0f} s", flush=True)
     versions = {n: importlib.metadata.version(n) for n in ("scikit-learn", "torch", "transformers")} | {"python": platform.python_version()}
-    document = {"queries": [{"set": n, "rows": [a[1] for a in ask if a[0] == n]} for n in ("20newsgroups", "r52")], "answers": columns, "versions": versions}
+    document = {
+        "queries": [{"set": n, "rows": [a[1] for a in ask if a[0] == n]} for n in ("20newsgroups", "r52")],
+        "answers": columns,
+        "versions": versions,
+    }
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(json.dumps(document) + "\n")
 

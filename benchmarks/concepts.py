@@ -34,7 +34,9 @@ NAMES = ("accuracy", "concepts", "unseen", "intervened", "corrected")
 
 
 def play(name: str, family: str, method: str, seed: int, lr: float) -> dict:
-    changes = {"task.set": name, "task.family": family, "seed": seed, "train.lr": lr, "data.limit": 2000, "evaluate.every": 5} | METHODS[method]
+    changes = {"task.set": name, "task.family": family, "seed": seed, "train.lr": lr, "data.limit": 2000, "evaluate.every": 5} | METHODS[
+        method
+    ]
     recipe = isthmus.recipe("concepts").updated(changes)
     task = make_task(recipe)
     with tempfile.TemporaryDirectory() as folder:
@@ -42,7 +44,10 @@ def play(name: str, family: str, method: str, seed: int, lr: float) -> dict:
     last = result.line.rows[-1]["evaluation"]
     # a local model has no common one: each client's, on its own rows
     which = last["personal"] if method == "local" else last["global"]
-    out = {n: which.get(n) for n in NAMES} | {"bytes": result.document["bytes_up"] + result.document["bytes_down"], "seconds": result.document["seconds"]}
+    out = {n: which.get(n) for n in NAMES} | {
+        "bytes": result.document["bytes_up"] + result.document["bytes_down"],
+        "seconds": result.document["seconds"],
+    }
     engine, server = result.line.engine, result.line.server
     if method != "local":
         rows = torch.cat(list(task.test))
@@ -64,7 +69,11 @@ def main() -> None:
                 row = {"set": name, "family": family, "method": method}
                 for n in (*NAMES, "bytes", "seconds"):
                     values = [f[n] for f in found if f[n] is not None]
-                    row |= {n: round(statistics.fmean(values), 4), f"{n}_std": round(statistics.stdev(values), 4)} if len(values) > 1 else {n: None}
+                    row |= (
+                        {n: round(statistics.fmean(values), 4), f"{n}_std": round(statistics.stdev(values), 4)}
+                        if len(values) > 1
+                        else {n: None}
+                    )
                 for n in ("curve", "over_rounds"):
                     if n in found[0]:
                         row[n] = [round(statistics.fmean(c), 4) for c in zip(*(f[n] for f in found), strict=True)]

@@ -25,7 +25,12 @@ from isthmus.tasks.sources import Corpus, load
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "routing.json"
 SEEDS, TUNING = (0, 1, 2), 100
-SETTINGS = {"skewed": (0.3, 0.4, False), "skewed, two models each": (0.3, 0.2, False), "alike": (100.0, 0.4, False), "skewed, shifted": (0.3, 0.4, True)}
+SETTINGS = {
+    "skewed": (0.3, 0.4, False),
+    "skewed, two models each": (0.3, 0.2, False),
+    "alike": (100.0, 0.4, False),
+    "skewed, shifted": (0.3, 0.4, True),
+}
 TRIALS = {
     "router_kmeans": [{"method.clusters": k, "method.local": max(8, k // 2)} for k in (12, 24, 64)],
     "router_mlp": [{"train.lr": r} for r in (0.0005, 0.002, 0.008)],
@@ -64,7 +69,9 @@ def play(task, seed: int, kind: str, pooled: bool = False, **changes) -> dict[st
     recipe = isthmus.recipe("routing").updated({"seed": seed, "method.kind": kind} | (trained if kind != "router_kmeans" else {}) | changes)
     with tempfile.TemporaryDirectory() as folder:
         found = run(recipe, Path(folder) / "run", task=task.pooled() if pooled else task).document
-    return {n: found[f"{n}_global"] for n in ("frontier", "accuracy", "cost", "regret")} | {"bytes": found["bytes_up"] + found["bytes_down"]}
+    return {n: found[f"{n}_global"] for n in ("frontier", "accuracy", "cost", "regret")} | {
+        "bytes": found["bytes_up"] + found["bytes_down"]
+    }
 
 
 def alone(task, seed: int, kind: str, **changes) -> dict[str, float]:
@@ -87,7 +94,11 @@ def fixed(task) -> dict[str, dict[str, float]]:
     return {
         "best single model": {"frontier": one, "accuracy": float(mean[best]), "cost": float(price[best])},
         "hull of single models": {"frontier": frontier(mean, price, 1.0), "accuracy": float(mean[best]), "cost": float(price[best])},
-        "random": {"frontier": frontier(mean.mean()[None], price.mean()[None], 1.0), "accuracy": float(mean.mean()), "cost": float(price.mean())},
+        "random": {
+            "frontier": frontier(mean.mean()[None], price.mean()[None], 1.0),
+            "accuracy": float(mean.mean()),
+            "cost": float(price.mean()),
+        },
         "oracle": {"frontier": know, "accuracy": float(points[0][0]), "cost": float(points[0][1])},
     }
 
@@ -97,13 +108,19 @@ def drawn(table: Table, chosen: dict) -> dict[str, list[list[float]]]:
     task, out = table.dealt(0, 0.3, 0.4, False), {}
     rows = torch.cat(list(task.test))
     every = replace(task, train=[task.train[0]], test=[rows])
-    for name, kind, one in (("table, together", "router_kmeans", task), ("network, together", "router_mlp", task), ("table, one client alone", "router_kmeans", every)):
+    for name, kind, one in (
+        ("table, together", "router_kmeans", task),
+        ("network, together", "router_mlp", task),
+        ("table, one client alone", "router_kmeans", every),
+    ):
         trained = {"rounds": 30, "train.epochs": 2, "evaluate.every": 30} if kind != "router_kmeans" else {}
         recipe = isthmus.recipe("routing").updated({"method.kind": kind} | trained | chosen[kind])
         with tempfile.TemporaryDirectory() as folder:
             line = run(recipe, Path(folder) / "run", task=one).line
         found = task.score(line.engine.global_params(line.server), rows)
-        out[name] = [[round(float(c), 4), round(float(q), 4)] for c, q in zip(found["at.cost"].mean(0), found["at.quality"].mean(0), strict=True)]
+        out[name] = [
+            [round(float(c), 4), round(float(q), 4)] for c, q in zip(found["at.cost"].mean(0), found["at.quality"].mean(0), strict=True)
+        ]
     return out
 
 
@@ -124,8 +141,14 @@ def main() -> None:
         for seed in SEEDS:
             task = table.dealt(seed, alpha, share, shifted)
             one = {kind: play(task, seed, kind, **chosen[kind]) for kind in TRIALS}
-            one |= {"own network": alone(task, seed, "fedavg", **chosen["fedavg"]), "own table": alone(task, seed, "router_kmeans", **chosen["router_kmeans"])}
-            one |= {"pooled network": play(task, seed, "fedavg", True, **chosen["fedavg"]), "pooled table": play(task, seed, "router_kmeans", True, **chosen["router_kmeans"])}
+            one |= {
+                "own network": alone(task, seed, "fedavg", **chosen["fedavg"]),
+                "own table": alone(task, seed, "router_kmeans", **chosen["router_kmeans"]),
+            }
+            one |= {
+                "pooled network": play(task, seed, "fedavg", True, **chosen["fedavg"]),
+                "pooled table": play(task, seed, "router_kmeans", True, **chosen["router_kmeans"]),
+            }
             for method, row in (one | fixed(task)).items():
                 found.setdefault(method, []).append(row)
         for method, rows in found.items():

@@ -100,7 +100,13 @@ def queries_task(**changes):
     for c, rows in enumerate(base.train):
         asked[rows] *= own[c]
     return RoutingTask(
-        RouterNet(64, 3, 16), x, torch.cat([quality, cost, asked], 1), base.train, base.test, client_names=base.client_names, models=["low", "high", "odd"]
+        RouterNet(64, 3, 16),
+        x,
+        torch.cat([quality, cost, asked], 1),
+        base.train,
+        base.test,
+        client_names=base.client_names,
+        models=["low", "high", "odd"],
     )
 
 

@@ -445,7 +445,9 @@ def route(
             _print_json(found)
             return
         for row in found:
-            typer.echo(f"{row['model']}\t{100 * row['quality']:.0f} % right\tcost {row['cost']:.2f}\t{row['milliseconds']:.0f} ms\t{row['query']}")
+            typer.echo(
+                f"{row['model']}\t{100 * row['quality']:.0f} % right\tcost {row['cost']:.2f}\t{row['milliseconds']:.0f} ms\t{row['query']}"
+            )
 
 
 def _print_json(document: Any) -> None:

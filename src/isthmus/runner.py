@@ -241,8 +241,8 @@ def run(
     result = Result(recipe, folder, line, task, document, references)
     if isinstance(getattr(task, "host", None), Host) and all(isinstance(a, Lora) for a in task.host.adapters) and not task.private:
         export_adapter(result, folder / "adapter")
-    if hasattr(task, "keep"):
-        task.keep(folder, line.engine.global_params(line.server))
+    if hasattr(task, "write"):
+        task.write(folder, line.engine.global_params(line.server))
     checkpoint.write_atomic(folder / "split.json", json.dumps(split_table(task)).encode())
     checkpoint.write_atomic(folder / "result.json", json.dumps(document, indent=1).encode())
     return result

@@ -155,7 +155,10 @@ def test_packaged_networks_are_read_as_they_are():
         assert len(task.label_names) == int(task.y.max()) + 1
 
 
-@pytest.mark.parametrize("options", [{"set": "x"}, {"family": "x"}, {"use": "x"}, {"annotated": 0.0}, {"joins": [3]}, {"alpha": -1.0}, {"correct": 2.0}, {"sets": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [{"set": "x"}, {"family": "x"}, {"use": "x"}, {"annotated": 0.0}, {"joins": [3]}, {"alpha": -1.0}, {"correct": 2.0}, {"sets": 1}],
+)
 def test_a_task_that_cannot_be_names_the_field(options):
     with pytest.raises(RecipeError, match=f"task.{next(iter(options))}"):
         concepts(digits_recipe(**{"task": {"kind": "concepts", **options}}))

@@ -136,7 +136,7 @@ class Part:
     """What every filling of a slot declares about itself, checked when a method is built.
 
     ``needs`` and ``takes`` are properties of a payload on its way: it starts as "exact" (not rounded or thinned out), "individual" (the
-    server may look at one client's), "aligned" (an entry stands at the same place in every round) and "unbound" (nobody counts on its length).  ``names`` are patterns that
+    server may look at one client's), "aligned" (an entry stands at the same place in every round), "unbound" (nobody counts on its length) and "reported" (losses come beside it).  ``names`` are patterns that
     the task's trainable tensors must have, ``travels`` patterns that the server must hold.  ``relies`` says what the aggregate must offer,
     for parts that make sense with some aggregates only.
     """
@@ -350,7 +350,7 @@ class Method:
             raise CompositionError(f"method {self.name}: a channel stands behind one whose values are summed; make that one the last")
         if doubled := {n for n in names if names.count(n) > 1}:
             raise CompositionError(f"method {self.name}: {sorted(doubled)[0]!r} stands in its stacks twice")
-        has: set[str] = {"exact", "individual", "aligned", "unbound"}
+        has: set[str] = {"exact", "individual", "aligned", "unbound", "reported"}
         took: dict[str, Part] = {}
         for part in (*self.channels, self.aggregate, *self.observers):
             feedback = {"aligned"} if isinstance(part, Channel) and part.feedback else set()
@@ -360,8 +360,9 @@ class Method:
                     f"method {self.name}: {_title(part)} needs the payload {what!r}, which {_title(took[what])} took away; "
                     f"put it before, or leave one of them out{' (or set feedback = false)' if what == 'aligned' else ''}"
                 )
-            took |= dict.fromkeys(part.takes, part)
-            has -= part.takes
+            takes = part.takes | ({"reported"} if isinstance(part, Channel) and (part.private or part.summed) else set())
+            took |= dict.fromkeys(takes, part)
+            has -= takes
         for part in (self.work, self.send, self.apply, *self.plugins, *self.channels, *self.observers):
             if lacking := part.relies - self.aggregate.offers:
                 raise CompositionError(

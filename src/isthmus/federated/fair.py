@@ -23,8 +23,6 @@ ADVERSARY = "afl.log_weights"
 
 
 def _loss(update: Update) -> torch.Tensor:
-    if "loss" not in update.report:
-        raise CompositionError("a channel keeps reports back; q-FFL and AFL need each client's loss")
     return update.report["loss"].clamp_min(1e-8)
 
 
@@ -34,7 +32,7 @@ class QFair(Aggregate):
 
     q: float
     lr: float
-    needs = frozenset({"individual"})
+    needs = frozenset({"individual", "reported"})
 
     def __call__(self, update: Update, server: Server, state: Tensors) -> tuple[Tensors, Tensors]:
         """Stateless."""
@@ -50,7 +48,7 @@ class Adversarial(Aggregate):
     """FedAvg's mean by an adversary's weights, which start at those of the examples and remember every client."""
 
     eta: float
-    needs = frozenset({"individual"})
+    needs = frozenset({"individual", "reported"})
 
     def init(self, shared: Tensors) -> Tensors:
         """``log_weights`` (clients,) has its length from the first round on."""

@@ -55,7 +55,10 @@ class Clusters(Plugin):
         whole = lambda: torch.zeros(self.clusters, models, dtype=torch.int64)  # noqa: E731
         out = {CENTRES: start} | {n: whole() for pair in TABLES.items() for n in pair}
         if self.secure:
-            return out | {"sent.sums": torch.zeros(self.clusters, width, dtype=torch.int64), "sent.rows": torch.zeros(self.clusters, dtype=torch.int64)}
+            return out | {
+                "sent.sums": torch.zeros(self.clusters, width, dtype=torch.int64),
+                "sent.rows": torch.zeros(self.clusters, dtype=torch.int64),
+            }
         return out | {"sent.centroids": torch.zeros(self.local, width), "sent.sizes": torch.zeros(self.local, dtype=torch.int64)}
 
     def speaks(self, name: str, inbox: Inbox) -> bool:
@@ -92,7 +95,9 @@ class Merge(Aggregate):
         k = min(len(old), len(points))
         centres = points
         if k < len(points):
-            made = KMeans(k, n_init=5, random_state=seed_of(server.seed, "merge") % 2**32).fit(points.numpy(), sample_weight=sizes.numpy().astype(float))
+            made = KMeans(k, n_init=5, random_state=seed_of(server.seed, "merge") % 2**32).fit(
+                points.numpy(), sample_weight=sizes.numpy().astype(float)
+            )
             centres = torch.from_numpy(np.asarray(made.cluster_centers_, dtype=np.float32))
         return {CENTRES: torch.cat([centres, centres[:1].expand(len(old) - k, -1)]) - old}, state
 

@@ -58,6 +58,7 @@ def known(params: Tensors, z: Tensor, family: str, truth: Tensor | None = None, 
         truth: (B, M) of concepts.
         given: (B, M), 1 where ``truth`` stands in a prediction's place.
     """
+
     def replaced(p: Tensor, c: Any) -> Tensor:
         return p if given is None or truth is None else torch.where(given[..., c] > 0, truth[..., c], p)
 
@@ -122,7 +123,11 @@ class ConceptTask(ArrayTask):
         g, m, h, labels = generator(seed, "concepts"), self.truth.shape[1], self.width, len(self.label_names)
         uniform = lambda *shape: (torch.rand(*shape, generator=g) * 2 - 1) / shape[-1] ** 0.5  # noqa: E731
         slots = m * (self.size if self.family == "embedding" else 1)
-        out = {"encoder.one.weight": uniform(2 * h, self.x.shape[1]), "encoder.one.bias": torch.zeros(2 * h), "encoder.two.weight": uniform(h, 2 * h)}
+        out = {
+            "encoder.one.weight": uniform(2 * h, self.x.shape[1]),
+            "encoder.one.bias": torch.zeros(2 * h),
+            "encoder.two.weight": uniform(h, 2 * h),
+        }
         out |= {"encoder.two.bias": torch.zeros(h), "concept.weight": uniform(m, h), "concept.bias": torch.zeros(m)}
         if self.family == "embedding":
             out |= {"concept.up": uniform(m, self.size, h), "concept.down": uniform(m, self.size, h)}
@@ -224,7 +229,9 @@ def network(name: str) -> tuple[list[str], list[int], list[list[int]], list[np.n
     """Nodes in an order in which parents come first, number of values, parents, and tables (*parents' values, values) of a packaged network."""
     path = package_file("pgmpy", "1.1.2", f"pgmpy/utils/example_models/{name}.bif.gz", plain=False)
     text = gzip.decompress(path.read_bytes()).decode()
-    values = {n: [v.strip() for v in vs.split(",")] for n, vs in re.findall(r"variable\s+(\S+)\s*\{\s*type discrete \[ \d+ \] \{([^}]*)\}", text)}
+    values = {
+        n: [v.strip() for v in vs.split(",")] for n, vs in re.findall(r"variable\s+(\S+)\s*\{\s*type discrete \[ \d+ \] \{([^}]*)\}", text)
+    }
     found: dict[str, tuple[list[str], np.ndarray]] = {}
     for head, body in re.findall(r"probability\s*\(([^)]*)\)\s*\{(.*?)\n\}", text, re.S):
         child, _, rest = (x.strip() for x in head.partition("|"))
@@ -306,12 +313,20 @@ def dealt(clients: int, concepts: int, share: float, joins: Sequence[int], seed:
 
 def concepts(recipe: Recipe, root: Path | None = None) -> ConceptTask:
     """The task of a recipe: ``task.set`` = digits, animals, asia, sachs, insurance or alarm; ``task.family``; ``task.annotated`` = share of concepts that a client annotates; ``task.joins`` =
-    rounds at which concepts begin; ``task.use`` = "all" or "common" (the label sees what everybody annotates); ``task.alpha``, ``task.correct``.
+    rounds at which concepts begin; ``task.use`` = "all" or "common" (the label sees what at least half of the clients annotate); ``task.alpha``, ``task.correct``.
 
     Raises:
         RecipeError, DataError: naming the field.
     """
-    options: dict[str, Any] = {"set": "digits", "family": "bottleneck", "annotated": 0.4, "joins": [0], "use": "all", "alpha": 1.0, "correct": 0.25} | recipe.task.options
+    options: dict[str, Any] = {
+        "set": "digits",
+        "family": "bottleneck",
+        "annotated": 0.4,
+        "joins": [0],
+        "use": "all",
+        "alpha": 1.0,
+        "correct": 0.25,
+    } | recipe.task.options
     if unknown := set(options) - {"set", "family", "annotated", "joins", "use", "alpha", "correct"}:
         raise RecipeError(f"task.{sorted(unknown)[0]}: no such field; accepted are set, family, annotated, joins, use, alpha, correct")
     for name, accepted in (("set", ("digits", "animals", *NETWORKS)), ("family", FAMILIES), ("use", ("all", "common"))):
@@ -329,7 +344,7 @@ def concepts(recipe: Recipe, root: Path | None = None) -> ConceptTask:
     x, truth, y, names, labels = _rows(options["set"], recipe.data.limit or 4000, recipe.seed)
     train, test, clients = deal(recipe, [Corpus("concepts", [""] * len(y))], y, torch.zeros_like(y))
     since = dealt(len(train), len(names), options["annotated"], joins, recipe.seed)
-    common = (since < 1e6).all(0).float()
+    common = ((since < 1e6).float().mean(0) >= 0.5).float()
     use = torch.ones(len(names)) if options["use"] == "all" else common
     return ConceptTask(
         nn.Identity(),

@@ -163,14 +163,14 @@ class RoutingTask(ArrayTask):
             return {}
         return {"frontier": frontier(scores["at.quality"].mean(0), scores["at.cost"].mean(0), 1.0)}
 
-    def keep(self, folder: Path, params: Tensors) -> None:
+    def write(self, folder: Path, params: Tensors) -> None:
         """Write ``router/`` into a run folder: what `isthmus route` needs."""
         from safetensors.torch import save_file
 
         (folder / "router").mkdir(exist_ok=True)
         names = {n for n, _ in self.net.named_parameters()} | {CENTRES, RIGHT, SPENT, ASKED}
         save_file({n: t.contiguous() for n, t in params.items() if n in names}, folder / "router" / "router.safetensors")
-        about = {"models": list(self.models), "trade": self.trade, "encoder": self.encoder, "width": int(self.net.body.out_features)}
+        about = {"models": list(self.models), "trade": self.trade, "encoder": self.encoder, "width": len(params["body.bias"])}
         (folder / "router" / "router.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -192,14 +192,8 @@ class Router:
         self.models: list[str] = list(about["models"])
         self.trade = float(about["trade"])
         self.encoder = Encoder(about["encoder"]["path"], length=about["encoder"]["length"])
-        width = int(self.net_width(about))
-        net = RouterNet(384 if CENTRES not in self.params else self.params[CENTRES].shape[1], len(self.models), width)
+        net = RouterNet(self.params["body.weight"].shape[1], len(self.models), int(about["width"]))
         self.task = RoutingTask(net, torch.zeros(0, 1), torch.zeros(0, 3), [], [], models=self.models)
-
-    @staticmethod
-    def net_width(about: dict[str, Any]) -> int:
-        """Of the hidden layer."""
-        return int(about["width"])
 
     @torch.no_grad()
     def __call__(self, query: str, trade: float | None = None) -> dict[str, Any]:
@@ -209,7 +203,13 @@ class Router:
         at = int(choose(quality[None], cost[None], price)[0])
         order = torch.argsort(quality - price * cost, descending=True).tolist()
         rows = [{"model": self.models[i], "quality": round(float(quality[i]), 4), "cost": round(float(cost[i]), 4)} for i in order]
-        return {"model": self.models[at], "quality": round(float(quality[at]), 4), "cost": round(float(cost[at]), 4), "trade": price, "all": rows}
+        return {
+            "model": self.models[at],
+            "quality": round(float(quality[at]), 4),
+            "cost": round(float(cost[at]), 4),
+            "trade": price,
+            "all": rows,
+        }
 
 
 def _packaged(limit: int | None, seed: int) -> tuple[list[str], list[str], Tensor, Tensor, list[str], list[str]]:
@@ -286,7 +286,17 @@ def routing(recipe: Recipe, root: Path | None = None) -> RoutingTask:
     y = torch.cat([quality.nan_to_num(), cost, asked], 1)
     net = RouterNet(x.shape[1], len(names), recipe.model.width)
     return RoutingTask(
-        net, x, y, train, test, label_names=[], client_names=clients, notes=notes, models=names, trade=float(options["trade"]), encoder=about
+        net,
+        x,
+        y,
+        train,
+        test,
+        label_names=[],
+        client_names=clients,
+        notes=notes,
+        models=names,
+        trade=float(options["trade"]),
+        encoder=about,
     )
 
 
