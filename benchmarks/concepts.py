@@ -57,13 +57,15 @@ def play(name: str, family: str, method: str, seed: int, lr: float) -> dict:
 
 
 def main() -> None:
-    document: dict = {"rates": {}, "rows": []}
-    for method in METHODS:
+    document: dict = json.loads(OUT.read_text()) if OUT.exists() else {"rates": {}, "rows": []}
+    for method in METHODS if not document["rates"] else ():
         found = {lr: play("digits", "bottleneck", method, TUNING, lr) for lr in RATES}
         document["rates"][method] = max(RATES, key=lambda r: found[r]["intervened"])
     print(document["rates"], flush=True)
     for name in SETS:
         for family in FAMILIES:
+            if any((r["set"], r["family"]) == (name, family) for r in document["rows"]):
+                continue
             for method in METHODS:
                 found = [play(name, family, method, seed, document["rates"][method]) for seed in SEEDS]
                 row = {"set": name, "family": family, "method": method}

@@ -28,7 +28,7 @@ SEEDS, TUNING = (0, 1, 2), 100
 TRIALS = {
     "fedavg": [{}],
     "fedprox": [{"mu": m} for m in (0.01, 0.1, 1.0)],
-    "qffl": [{"q": q} for q in (0.5, 1.0, 3.0)],
+    "qffl": [{"q": q} for q in (0.01, 0.1, 1.0)],
     "afl": [{"eta": e} for e in (0.01, 0.1, 0.5)],
     "feduca": [{"eta": e} for e in (0.3, 1.0, 5.0)],
     "feduca, projection": [{"gap": g} for g in (0.1, 0.5, 1.0)],

@@ -191,12 +191,26 @@ def _comparison_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[
     from .comparison import plus_minus
     from .report.progress import size
 
-    head = ["method", "global", "personal", "bytes up", "bytes down", "to target", "to personal", "seconds"]
+    usual = ("accuracy_global", "accuracy_personal", "loss_global", "loss_personal")
+    own = [
+        n
+        for n in dict.fromkeys(n for r in rows for n in r)
+        if n.endswith(("_global", "_personal")) and n not in usual and f"{n}_std" in rows[0]
+    ]
+    own += [n for n in ("staying",) if any(n in r for r in rows)]
+
+    def more(row: dict[str, Any], name: str) -> str:
+        value = row.get(name)
+        return "–" if value is None else f"{value:.3f}" if value <= 1 else f"{value:.1f}"
+
+    titles = [n.replace("_global", ", global").replace("_personal", ", personal") for n in own]
+    head = ["method", "global", "personal", *titles, "bytes up", "bytes down", "to target", "to personal", "seconds"]
     return head, [
         [
             r["method"],
             plus_minus(r, "accuracy_global"),
             plus_minus(r, "accuracy_personal"),
+            *(more(r, n) for n in own),
             size(r["bytes_up"]),
             size(r["bytes_down"]),
             *("–" if r[f"bytes_to_{t}"] is None else size(r[f"bytes_to_{t}"]) for t in ("target", "personal")),

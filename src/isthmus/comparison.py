@@ -90,9 +90,8 @@ def _summarise(recipe: Recipe, folder: Path, results: dict[str, list[dict[str, A
             documents[i]["bytes_to_personal"] = None if alone else bytes_to(documents[i]["rows"], "personal", own)
     for method, documents in results.items():
         row: dict[str, Any] = {"method": method, "task": recipe.task.kind, "rounds": recipe.rounds, "seeds": list(recipe.compare.seeds)}
-        more = [
-            n for n in documents[0] if n.endswith(("_global", "_personal")) and n not in _AVERAGED and isinstance(documents[0][n], float)
-        ]
+        own = [n for n in documents[0] if n.endswith(("_global", "_personal")) and n not in _AVERAGED and not n.startswith("accuracy_")]
+        more = [*own, *(["staying"] if "staying" in documents[0] else [])]
         for name in (*_AVERAGED, *more):
             values = [d[name] for d in documents if d.get(name) is not None]
             whole = len(values) == len(documents)
@@ -110,6 +109,9 @@ def _summarise(recipe: Recipe, folder: Path, results: dict[str, list[dict[str, A
 def _curve(runs: list[list[dict[str, Any]]]) -> list[dict[str, float]]:
     """By round: bytes on the wire so far, and every metric that all seeds have, as means over seeds."""
     out, spent = [], 0.0
+    longest = max(map(len, runs))
+    # one that was over before the others stays as it was
+    runs = [r + [r[-1] | {"round": i, "up": {}, "down": {}} for i in range(len(r), longest)] for r in runs]
     for rows in zip(*runs, strict=True):
         spent += statistics.fmean(sum(s[1] for way in ("up", "down") for s in r[way].values()) for r in rows)
         point: dict[str, float] = {"round": rows[0]["round"] + 1, "bytes": round(spent)}

@@ -20,7 +20,7 @@ from .core import checkpoint
 from .core.batches import Batches
 from .core.ledger import Ledger, total
 from .core.recipe import Recipe, RecipeError, build, method_options, parse
-from .core.rounds import Finished, Limits, server_round, server_start
+from .core.rounds import Finished, Limits, RunError, server_round, server_start
 from .core.tensors import Tensors, prefixed, under
 from .core.types import Method, Server
 from .engines.evaluate import Evaluation
@@ -54,11 +54,12 @@ class Line:
     engine: Any
     server: Server
     rows: list[dict[str, Any]]
+    ending: dict[str, Any] = field(default_factory=dict)  # the evaluation at an end between two that were due
 
     @property
     def last(self) -> dict[str, Any]:
         """The evaluation after the last round."""
-        return dict(self.rows[-1]["evaluation"])
+        return dict(self.ending or self.rows[-1]["evaluation"])
 
 
 @dataclass
@@ -161,12 +162,19 @@ def train(
     ledger.cut(server.round)
     for c in callbacks:
         c.begin(name, recipe, server.round)
+    ending: dict[str, Any] = {}
     while server.round < recipe.rounds:
         started = time.perf_counter()
         try:
             server, record = server_round(method, task, server, engine)
         except Finished as over:
             print(f"after {server.round} rounds: {over}", file=sys.stderr)
+            done = ledger.rows()
+            if not done:
+                raise RunError(f"the run was over before its first round: {over}") from None
+            if not done[-1]["evaluation"]:
+                at_end = engine.evaluate(server, True)
+                ending = _evaluation(at_end) if at_end else {}
             break
         last = server.round == recipe.rounds
         due = last or server.round % recipe.evaluate.every == 0
@@ -179,7 +187,7 @@ def train(
             c.round(name, row)
     for c in callbacks:
         c.end(name)
-    return Line(method, engine, server, ledger.rows())
+    return Line(method, engine, server, ledger.rows(), ending)
 
 
 def new_folder(recipe: Recipe, runs: Path) -> Path:
@@ -285,7 +293,7 @@ def summary(recipe: Recipe, folder: Path, line: Line, references: dict[str, Line
         "loss_personal": metric(line, "personal", "loss"),
         "loss_local_only": metric(local, "personal", "loss"),
         "loss_pooled": metric(pooled, "global", "loss"),
-        **{f"{n}_{w}": metric(line, w, n) for w in ("global", "personal") for n in line.last[w] if n not in ("accuracy", "loss")},
+        **{f"{n}_{w}": metric(line, w, n) for w in ("global", "personal") for n in line.last.get(w, {}) if n not in ("accuracy", "loss")},
         "accuracy_tuned": metric(line, "tuned", "accuracy"),
         "loss_tuned": metric(line, "tuned", "loss"),
         "bytes_up": total(line.rows, "up"),
@@ -293,6 +301,7 @@ def summary(recipe: Recipe, folder: Path, line: Line, references: dict[str, Line
         "payload_bytes_up": total(line.rows, "up", wire=False),
         "payload_bytes_down": total(line.rows, "down", wire=False),
         "run_dir": str(folder),
+        **({"staying": line.rows[-1]["metrics"]["staying"]} if "staying" in line.rows[-1]["metrics"] else {}),
     }
 
 

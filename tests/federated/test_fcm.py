@@ -152,7 +152,7 @@ def test_packaged_networks_are_read_as_they_are():
     for other in ("sachs", "insurance", "alarm"):
         task = concepts(digits_recipe(**{"task": {"kind": "concepts", "set": other}, "data.limit": 400, "partition.alpha": 5.0}))
         assert task.truth.shape[1] >= 5
-        assert len(task.label_names) == int(task.y.max()) + 1
+        assert len(task.label_names) > int(task.y.max())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from isthmus.core.rounds import Finished
 from isthmus.core.types import CompositionError
 from isthmus.federated.feduca import constrained_weights
 from isthmus.federated.rational import present
-from isthmus.runner import make_method
+from isthmus.runner import make_method, run
 
 from ..conftest import digits_recipe, digits_task
 from ..contracts.contracts import difference, play
@@ -164,3 +164,12 @@ def test_what_cannot_be_is_refused():
             method(kind)
     with pytest.raises(CompositionError, match="individual"):
         method("feduca", channels=[{"kind": "secure_sum"}])
+
+
+def test_a_run_that_ends_between_two_evaluations_is_evaluated_where_it_ended(tmp_path):
+    changes = {"method.kind": "fedavg+rational", "method.rational": {"thresholds": [0.0], "patience": 2}, "rounds": 9, "evaluate.every": 9}
+    result = run(digits_recipe(**changes), tmp_path / "run")
+    assert len(result.line.rows) == 2
+    assert not result.line.rows[-1]["evaluation"]
+    assert 0 < result.document["accuracy_global"] < 1
+    assert result.document["staying"] == 0

@@ -268,7 +268,8 @@ def _rows(name: str, limit: int, seed: int) -> tuple[Tensor, Tensor, Tensor, lis
         at = nodes.index(NETWORKS[name])
         y = torch.from_numpy(found[:, at])
         truth = torch.from_numpy((np.delete(found, at, 1) > 0).astype(np.float32))
-        common = (truth.mean(0) > 0.05) & (truth.mean(0) < 0.95)  # one that is nearly always the same says nothing
+        often = (np.delete(sample(name, 4000, 0)[0], at, 1) > 0).mean(0)
+        common = torch.from_numpy((often > 0.05) & (often < 0.95))  # one that is nearly always the same says nothing
         truth, names = truth[:, common], [n for n, keep in zip(np.delete(nodes, at), common.tolist(), strict=True) if keep]
         g = generator(seed, name, "view")
         whole = torch.cat([F.one_hot(torch.from_numpy(found[:, i])).float() for i in range(len(nodes)) if i != at], 1)
@@ -276,7 +277,7 @@ def _rows(name: str, limit: int, seed: int) -> tuple[Tensor, Tensor, Tensor, lis
         one, two = torch.randn(whole.shape[1], 64, generator=g) / whole.shape[1] ** 0.5, torch.randn(64, 32, generator=g) / 8
         x = torch.tanh(torch.tanh(2 * whole @ one) @ two)
         x = x + 0.5 * x.std() * torch.randn(x.shape, generator=g)
-        return (x - x.mean(0)) / x.std(0), truth, y, names, [str(i) for i in range(int(y.max()) + 1)]
+        return (x - x.mean(0)) / x.std(0), truth, y, names, [str(i) for i in range(network(name)[1][at])]
     if name == "digits":
         from sklearn.datasets import load_digits
 
