@@ -90,8 +90,8 @@ def _summarise(recipe: Recipe, folder: Path, results: dict[str, list[dict[str, A
             documents[i]["bytes_to_personal"] = None if alone else bytes_to(documents[i]["rows"], "personal", own)
     for method, documents in results.items():
         row: dict[str, Any] = {"method": method, "task": recipe.task.kind, "rounds": recipe.rounds, "seeds": list(recipe.compare.seeds)}
-        own = [n for n in documents[0] if n.endswith(("_global", "_personal")) and n not in _AVERAGED and not n.startswith("accuracy_")]
-        more = [*own, *(["staying"] if "staying" in documents[0] else [])]
+        further = [n for n in documents[0] if n.endswith(("_global", "_personal")) and n not in _AVERAGED and not n.startswith("accuracy_")]
+        more = [*further, *(["staying"] if "staying" in documents[0] else [])]
         for name in (*_AVERAGED, *more):
             values = [d[name] for d in documents if d.get(name) is not None]
             whole = len(values) == len(documents)

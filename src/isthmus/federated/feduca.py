@@ -132,13 +132,16 @@ def feduca(
     thresholds: tuple[float, ...] = (1e9,),
     patience: int = 3,
     start: int = 0,
-    rule: Rule = "primal_dual",
+    rule: Rule = "projection",
     eta: float = 1.0,
     gap: float = 0.5,
     rho: float = 10.0,
     draw: int | None = None,
 ) -> Method:
-    """FedUCA: weights that keep rational clients in; ``thresholds``: the loss that each puts up with, 1e9: any."""
+    """FedUCA: weights that keep rational clients in; ``thresholds``: the loss that each puts up with, 1e9: any.
+
+    ``rule`` "projection" kept more of them than "primal_dual" wherever they were measured.
+    """
     if not isinstance(base.work, LocalTraining) or not isinstance(base.aggregate, WeightedMean):
         raise CompositionError("feduca: goes with local training and a mean of updates")
     if not 0 < gap <= 1 or rho <= 0 or eta <= 0 or (draw is not None and draw < 1):

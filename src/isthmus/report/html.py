@@ -59,6 +59,13 @@ def result_rows(document: dict[str, Any], lines: dict[str, list[dict[str, Any]]]
     return out
 
 
+def further(last: dict[str, Any]) -> list[str]:
+    """A table of what else the task measures, if anything."""
+    names = [n for n in dict.fromkeys([*last.get("global", {}), *last.get("personal", {})]) if n not in ("accuracy", "loss")]
+    number = lambda which, n: "–" if n not in last.get(which, {}) else f"{last[which][n]:.3f}"  # noqa: E731
+    return [table(["", "global", "personal"], [[n, number("global", n), number("personal", n)] for n in names])] if names else []
+
+
 RESULT_HEAD = ["", "global accuracy", "personal accuracy", "bytes up", "bytes down"]
 
 
@@ -89,6 +96,7 @@ def write(folder: Path) -> Path:
         f'<p class="quiet">{html.escape(document["method"])}, {document["rounds"]} rounds, seed {document["seeds"][0]}, {duration(document["seconds"])} minutes</p>',
         "<h2>Result</h2>",
         table(RESULT_HEAD, result_rows(document, lines), own=0),
+        *further(last),
         '<p class="quiet">Global: the aggregated model on all clients’ test rows. Personal: each client with what it keeps, on its own test rows, '
         "mean over clients. Bytes are those of the packed messages, all clients and rounds. Local-only, global: mean over clients of each one’s model on all test rows.</p>",
         *(f'<p class="note">{html.escape(n)}</p>' for n in notes),
