@@ -23,7 +23,7 @@ from isthmus.runner import make_engine, make_method
 from isthmus.tasks.build import make_task
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "bags.json"
-SETS = ("musk1", "breast", "elephant", "birds", "musk2")
+SETS = ("musk1", "elephant", "breast", "birds")
 FOLDS, REPEATS, TUNING = 5, 3, 100
 RATES = (3e-4, 1e-3, 3e-3)
 SEM = tuple({"method.pull": p, "method.agree": a} for p, a in ((0.1, 0.01), (0.3, 0.03), (1.0, 0.1)))
