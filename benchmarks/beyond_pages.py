@@ -150,7 +150,7 @@ def pictures() -> dict[str, str]:
                 axes.bar([j + (i - len(methods) / 2) * 0.13 for j in range(len(names))], values, 0.12, color=plots.COLOURS[i % 8], label=m)
             axes.set_xticks(range(len(names)), names)
             axes.set(ylabel="accuracy of the circuit, %")
-            axes.legend(fontsize=7, ncols=3)
+            axes.legend(fontsize=7, ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         out["fbfs"] = svg[0]
     if (found := result("bags")) and found["rows"]:
         with plots.figure(height=3.2) as (axes, svg):
@@ -169,7 +169,7 @@ def pictures() -> dict[str, str]:
                 )
             axes.set_xticks(range(len(sets)), sets)
             axes.set(ylabel="area under the curve, %")
-            axes.legend(fontsize=7, ncols=3)
+            axes.legend(fontsize=7, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         out["fedsem"] = svg[0]
     if found := result("routing"):
         with plots.figure(height=3.4) as (axes, svg):
@@ -187,7 +187,7 @@ def pictures() -> dict[str, str]:
                 )
             axes.set_xticks(range(len(settings)), settings, fontsize=8)
             axes.set(ylabel="area under the frontier, %", ylim=(40, 100))
-            axes.legend(fontsize=7, ncols=3)
+            axes.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         out["routing_areas"] = svg[0]
     if (found := result("routing")) and "frontier" in found:
         with plots.figure(height=3.6) as (axes, svg):

@@ -1,6 +1,6 @@
 """One coordinator against many clients with MiniLM's rank-8 payloads: seconds and memory a round, and whether either grows: results/load.json.
 
-python benchmarks/load.py          # some fifteen minutes on one core
+python benchmarks/load.py          # some twenty minutes on one core
 python benchmarks/load.py flood    # only the last part: rounds of real processes while strangers knock, some minutes
 
 Clients verify, sign and pack as real ones do but do not train; messages are Flower's, handed over in this process.  A coordinator's seconds are
@@ -213,7 +213,7 @@ def main() -> None:
     document = json.loads(OUT.read_text()) if OUT.exists() else {}
     if "flood" not in sys.argv[1:]:
         document["rows"] = []
-        for clients, rounds in ((50, 200), (200, 10), (1000, 25)):
+        for clients, rounds in ((50, 200), (200, 10), (1000, 120)):
             document["rows"].append(play(clients, rounds))
             print(json.dumps(document["rows"][-1]), flush=True)
     document["flood"] = flood()
