@@ -9,7 +9,7 @@ from isthmus.core.recipe import RecipeError
 from isthmus.core.rounds import server_start
 from isthmus.federated.fedsem import ANCHORS, IMPORTANCE, SCORES, SENT, compress, refine
 from isthmus.runner import make_engine, make_method
-from isthmus.tasks.mil import area, bags
+from isthmus.tasks.mil import BINS, area, bags
 
 from ..conftest import bags_task, digits_recipe
 from ..contracts.contracts import difference, play
@@ -121,8 +121,15 @@ def test_area_under_the_curve_is_that_of_scikit_learn():
 
     g = torch.Generator().manual_seed(0)
     score, positive = (torch.rand(80, generator=g) * 10).round(), (torch.rand(80, generator=g) > 0.6).float()
-    assert area(score, positive) == pytest.approx(roc_auc_score(positive, score))
-    assert area(score, torch.ones(80)) == 0.5
+    places = torch.stack([torch.bincount(score[positive == k].long(), minlength=BINS) for k in (0, 1)])
+    assert area(places) == pytest.approx(roc_auc_score(positive, score))
+    assert area(places * torch.tensor([[0], [1]])) == 0.5
+    task = bags_task()
+    params, rows = task.init(0), torch.arange(80)
+    exact = roc_auc_score(task.y[rows], task._probability(params, rows, None))
+    from isthmus.engines.evaluate import means, sums
+
+    assert means(task, sums(task.score(params, rows)))["auc"] == pytest.approx(exact, abs=0.02)
 
 
 def test_the_packaged_sets_are_what_they_were(tmp_path):

@@ -49,3 +49,22 @@ def test_channels_travel(kind, name, channel, tmp_path):
     _, server, expected = contracts.play(one, task(name), way="loop")
     _, over, records = play(one, task(name), tmp_path)
     same(server, over, records, expected)
+
+
+def test_metrics_that_cannot_be_are_left_out():
+    from isthmus.engines.remote import _alike, _sums
+
+    good = {"accuracy": 3.0, "of.places": [1.0, 2.0], "weight": 4.0}
+    assert set(_sums(good)) == set(good)
+    for bad in (
+        [],
+        {"accuracy": [1.0]},
+        {"of.places": 1.0},
+        {"accuracy": float("nan")},
+        {"of.places": [True]},
+        {"of.places": [0.0] * 5000},
+        {"accuracy": "1"},
+    ):
+        assert not _sums(bad)
+    rows = [_sums(good), _sums(good), _sums(good | {"of.places": [1.0]})]
+    assert _alike(rows) == rows[:2]

@@ -31,12 +31,23 @@ class Evaluation:
     bytes: int = 0  # that travelled for it
 
 
+def sums(scores: Tensors) -> Tensors:
+    """Weighted sums over rows, in fp64: of what is scored row by row () and of what a task makes more of (names with a dot; flat), and the ``weight`` itself."""
+    weight = scores["weight"].double()
+    return {n: (weight @ t.double().flatten(1) if "." in n else weight @ t.double()) for n, t in scores.items() if n != "weight"} | {
+        "weight": weight.sum()
+    }
+
+
+def means(task: Any, total: Tensors) -> dict[str, float]:
+    """Metrics from `sums`, which may be added over clients before; the task's ``overall`` sees the flat means of names with a dot."""
+    weight = total["weight"].clamp_min(1e-12)
+    found = {n: float(t / weight) for n, t in total.items() if n != "weight" and "." not in n}
+    return found | (task.overall({n: t / weight for n, t in total.items() if "." in n}) if hasattr(task, "overall") else {})
+
+
 def _mean(task: Any, scores: Tensors, rows: Tensor | slice = slice(None)) -> dict[str, float]:
-    """Weighted means of what is scored row by row, and what the task makes of many rows together (``overall``: names with a dot)."""
-    weight = scores["weight"][rows]
-    total = weight.sum().clamp_min(1e-12)
-    found = {n: float((t[rows] * weight).sum() / total) for n, t in scores.items() if n != "weight" and "." not in n}
-    return found | (task.overall({n: t[rows] for n, t in scores.items() if "." in n}) if hasattr(task, "overall") else {})
+    return means(task, sums({n: t[rows] for n, t in scores.items()}))
 
 
 def evaluate(engine: Simulator, server: Server, everywhere: bool = True, tuned: bool = False, analyse: Analyse | None = None) -> Evaluation:

@@ -15,7 +15,7 @@ from ..core.rounds import Limits, Outgoing, Replies, RunError, open_round, uploa
 from ..core.tensors import Tensors, stack
 from ..core.types import Method, Server, Task, Update
 from ..core.wire import Schema, WireError, pack, pad, schema, schema_size, unpack
-from .evaluate import Evaluation
+from .evaluate import Evaluation, means
 from .messages import PrivateKey, PublicKey, Refused, get, schema_table, seal, unseal
 from .secure import context_of, threshold_of, unmasked
 
@@ -244,20 +244,17 @@ class RemoteEngine:
         for head in heads.values():
             head["tuned"] = tuned
         good, _, _, _ = self._ask("evaluate", server.round, heads, bodies, 0)
-        found: dict[str, list[dict[str, float]]] = {}
+        found: dict[str, list[Tensors]] = {}
         for c in sorted(good):
-            for which, sums in get(good[c][0], "metrics", dict).items():
-                if (
-                    isinstance(sums, dict)
-                    and all(type(v) in (int, float) and np.isfinite(v) for v in sums.values())
-                    and sums.get("weight", 0) > 0
-                ):
-                    found.setdefault(str(which), []).append({str(n): float(v) for n, v in sums.items()})
-        each = {w: [{n: v / s["weight"] for n, v in s.items() if n != "weight"} for s in rows] for w, rows in found.items()}
+            for which, told in get(good[c][0], "metrics", dict).items():
+                total = _sums(told)
+                if "weight" in total and float(total["weight"]) > 0:
+                    found.setdefault(str(which), []).append(total)
+        found = {which: _alike(rows) for which, rows in found.items()}
+        each = {w: [means(self.task, total) for total in rows] for w, rows in found.items()}
         mean = lambda rows: {n: sum(r[n] for r in rows) / len(rows) for n in rows[0]} if rows else {}  # noqa: E731
-        total = found.get("global", [])
-        weight = sum(s["weight"] for s in total)
-        overall = {n: sum(s[n] for s in total) / weight for n in total[0] if n != "weight"} if total else {}
+        common = found.get("global", [])
+        overall = means(self.task, {n: torch.stack([t[n] for t in common]).sum(0) for n in common[0]}) if common else {}
         own = each.get("personal", [])
         clients = {n: [r[n] for r in own] for n in own[0]} if own else {}
         return Evaluation(overall, mean(own), clients, mean(each.get("tuned", [])), bytes=sum(map(len, bodies.values())))
@@ -265,3 +262,21 @@ class RemoteEngine:
     def global_params(self, server: Server) -> Tensors:
         """The aggregated model: what the server shares, and the start of what it never sees."""
         return self.task.init(server.seed) | server.shared
+
+
+def _sums(told: Any) -> Tensors:
+    """Sums that a client tells, as tensors; nothing where they are not finite numbers or short lists of them."""
+    out: Tensors = {}
+    for n, value in told.items() if isinstance(told, dict) else ():
+        flat = value if isinstance(value, list) else [value]
+        if len(flat) > 4096 or not all(type(v) in (int, float) and np.isfinite(v) for v in flat) or isinstance(value, list) != ("." in n):
+            return {}
+        out[str(n)] = torch.tensor(value, dtype=torch.float64)
+    return out
+
+
+def _alike(rows: list[Tensors]) -> list[Tensors]:
+    """Those whose names and lengths are what most have."""
+    forms = [tuple(sorted((n, t.numel()) for n, t in row.items())) for row in rows]
+    usual = max(forms, key=forms.count)
+    return [row for row, form in zip(rows, forms, strict=True) if form == usual]

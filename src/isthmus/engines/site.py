@@ -26,6 +26,7 @@ from ..core.rounds import Outgoing, arrive, client_round, client_start, learn, s
 from ..core.tensors import Tensors, matches, prefixed, under
 from ..core.types import Inbox, Method, Server, Task
 from ..core.wire import WireError, pack, schema, trim, unpack
+from .evaluate import sums
 from .messages import PrivateKey, PublicKey, Refused, get, read_schema, seal, unseal
 from .secure import Secrets, context_of
 
@@ -320,6 +321,5 @@ def _padded(t: Tensor, shape: tuple[int, ...]) -> Tensor:
     return out
 
 
-def _summed(scores: Tensors) -> dict[str, float]:
-    weight = scores["weight"]
-    return {n: float((t * weight).double().sum()) for n, t in scores.items() if n != "weight"} | {"weight": float(weight.double().sum())}
+def _summed(scores: Tensors) -> dict[str, float | list[float]]:
+    return {n: t.tolist() for n, t in sums(scores).items()}

@@ -212,9 +212,7 @@ class ConceptTask(ArrayTask):
 
     def overall(self, scores: Tensors) -> dict[str, float]:
         """``intervened``: accuracy with k concepts corrected, mean over k; ``corrected``: with all; ``unseen``."""
-        if not len(scores["of.never"]):
-            return {}
-        curve, never = scores["of.corrected"].mean(0), scores["of.never"].sum()
+        curve, never = scores["of.corrected"], scores["of.never"].sum()
         out = {"intervened": float(curve.mean()), "corrected": float(curve[-1])}
         return out | ({"unseen": float(scores["of.unseen"].sum() / never)} if never else {})
 

@@ -66,13 +66,17 @@ def likeness(h: Tensor, anchors: Tensor, scores: Tensor) -> Tensor:
     return cosine.masked_fill(scores[None, None] <= 0, -1.0).amax(-1)
 
 
-def area(score: Tensor, positive: Tensor) -> float:
-    """Area under the ROC curve of scores (n,) for rows that are positive (n,): the chance that a positive row scores higher; 0.5 without rows of both kinds."""
-    a, b = score[positive > 0], score[positive <= 0]
-    if not len(a) or not len(b):
+BINS = 512
+
+
+def area(places: Tensor) -> float:
+    """Area under the ROC curve from how many negative and positive rows (2, BINS) have a score in each place: the chance that a positive row scores higher, equals half; 0.5 without both."""
+    negative, positive = places.double()
+    pairs = negative.sum() * positive.sum()
+    if not pairs > 0:
         return 0.5
-    above, level = (a[:, None] > b).double().mean(), (a[:, None] == b).double().mean()
-    return float(above + level / 2)
+    below = negative.cumsum(0) - negative
+    return float((positive * (below + negative / 2)).sum() / pairs)
 
 
 @dataclass
@@ -129,13 +133,16 @@ class BagTask(ArrayTask):
 
     @torch.no_grad()
     def score(self, params: Tensors, rows: Tensor, owner: Tensor | None = None) -> Tensors:
-        """Also the probability of the second label, of which `overall` makes ``auc``."""
-        more = {"of.probability": self._probability(params, rows, owner), "of.positive": (self.y[rows] == 1).float()}
-        return super().score(params, rows, owner) | more
+        """Also which of `BINS` places its score has, by label, of which `overall` makes ``auc``."""
+        margin = torch.logit(self._probability(params, rows, owner).double(), 1e-12)
+        place = ((0.5 + torch.atan(margin / 2) / torch.pi) * BINS).long().clamp(0, BINS - 1)
+        one = F.one_hot(place, BINS).float()
+        positive = (self.y[rows] == 1).float()[:, None]
+        return super().score(params, rows, owner) | {"of.places": torch.stack([one * (1 - positive), one * positive], 1)}
 
     def overall(self, scores: Tensors) -> dict[str, float]:
-        """Area under the ROC curve."""
-        return {"auc": area(scores["of.probability"], scores["of.positive"])}
+        """Area under the ROC curve, to the width of a place."""
+        return {"auc": area(scores["of.places"].reshape(2, BINS))} if len(scores["of.places"]) else {}
 
     def _probability(self, params: Tensors, rows: Tensor, owner: Tensor | None) -> Tensor:
         shape, out = {n: p.dim() for n, p in self.net.named_parameters()}, torch.empty(len(rows))

@@ -159,9 +159,7 @@ class RoutingTask(ArrayTask):
 
     def overall(self, scores: Tensors) -> dict[str, float]:
         """``frontier``: the area under it, costs up to the most expensive model's."""
-        if not len(scores["at.cost"]):
-            return {}
-        return {"frontier": frontier(scores["at.quality"].mean(0), scores["at.cost"].mean(0), 1.0)}
+        return {"frontier": frontier(scores["at.quality"], scores["at.cost"], 1.0)}
 
     def write(self, folder: Path, params: Tensors) -> None:
         """Write ``router/`` into a run folder: what `isthmus route` needs."""
