@@ -140,7 +140,7 @@ def feduca(
 ) -> Method:
     """FedUCA: weights that keep rational clients in; ``thresholds``: the loss that each puts up with, 1e9: any.
 
-    ``rule`` "projection" kept more of them than "primal_dual" wherever they were measured.
+    ``rule`` "projection" kept more of them than "primal_dual" on digits (docs/feduca.md); with thresholds that hardly anybody can have met, neither helps.
     """
     if not isinstance(base.work, LocalTraining) or not isinstance(base.aggregate, WeightedMean):
         raise CompositionError("feduca: goes with local training and a mean of updates")
