@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,6 +37,13 @@ class Convolutional(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (B, 1, side, side) to logits (B, labels)."""
         return self.head(F.max_pool2d(F.relu(self.two(F.relu(self.one(x)))), 2).flatten(1))
+
+
+def owned(params: Tensors, dims: Mapping[str, int], owner: Tensor | None, rows: int) -> Iterator[tuple[Tensor, Tensors]]:
+    """Each model of a stack with the rows (rows,) that it scores: of ``dims`` dimensions a tensor is everybody's, with one more each client's; ``owner`` None: one model."""
+    for k in [None] if owner is None else owner.unique().tolist():
+        mine = torch.ones(rows, dtype=torch.bool) if k is None else owner == k
+        yield mine, {n: params[n] if params[n].dim() == d else params[n][k or 0] for n, d in dims.items() if n in params}
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,9 +117,7 @@ class ArrayTask:
         """Per-row ``loss`` and ``accuracy``; every row weighs 1."""
         shape = {n: p.dim() for n, p in self.net.named_parameters()}
         loss, accuracy = torch.empty(len(rows)), torch.empty(len(rows))
-        for k in [None] if owner is None else owner.unique().tolist():
-            mine = torch.ones(len(rows), dtype=torch.bool) if k is None else owner == k
-            own = {n: params[n] if params[n].dim() == d else params[n][k or 0] for n, d in shape.items()}
+        for mine, own in owned(params, shape, owner, len(rows)):
             out = functional_call(self.net, own, (self.x[rows[mine]],))
             loss[mine], accuracy[mine] = self.measure(out, self.y[rows[mine]])
         return {"loss": loss, "accuracy": accuracy, "weight": torch.ones(len(rows))}

@@ -28,7 +28,7 @@ from ..core import seeds
 from ..core.recipe import Recipe, RecipeError
 from ..core.seeds import generator
 from ..core.tensors import Tensors
-from .arrays import ArrayTask
+from .arrays import ArrayTask, owned
 from .build import deal
 from .pairs import animals
 from .sources import Corpus, package_file
@@ -193,9 +193,7 @@ class ConceptTask(ArrayTask):
         loss, right, concept = torch.empty(k), torch.empty(k), torch.empty(k, m)
         corrected = torch.empty(k, m + 1)
         order = torch.randperm(m, generator=generator(0, "interventions", m))
-        for client in [None] if owner is None else owner.unique().tolist():
-            mine = torch.ones(k, dtype=torch.bool) if client is None else owner == client
-            own = {n: t if client is None or t.dim() == dims.get(n, t.dim()) else t[client] for n, t in params.items()}
+        for mine, own in owned(params, dims, owner, k):
             x, truth, y = self.x[rows[mine]], self.truth[rows[mine]], self.y[rows[mine]]
             logits, label = self.outputs(own, x)
             loss[mine], right[mine] = F.cross_entropy(label, y, reduction="none"), (label.argmax(-1) == y).float()

@@ -19,7 +19,7 @@ from ..core import seeds
 from ..core.recipe import Recipe, RecipeError
 from ..core.seeds import generator
 from ..core.tensors import Tensors
-from .arrays import ArrayTask
+from .arrays import ArrayTask, owned
 from .build import deal
 from .sources import Corpus
 
@@ -152,9 +152,7 @@ class LogicTask(ArrayTask):
     def score(self, params: Tensors, rows: Tensor, owner: Tensor | None = None) -> Tensors:
         """Per-row ``loss`` (one minus accuracy: there are no probabilities) and ``accuracy``, of hardened gates."""
         right = torch.empty(len(rows))
-        for k in [None] if owner is None else owner.unique().tolist():
-            mine = torch.ones(len(rows), dtype=torch.bool) if k is None else owner == k
-            own = {n: t if k is None or t.dim() == d else t[k] for n, t, d in ((n, t, _DIMS.get(n, t.dim())) for n, t in params.items())}
+        for mine, own in owned(params, _DIMS, owner, len(rows)):
             right[mine] = (self.predict(own, self.x[rows[mine]]) == self.y[rows[mine]]).float()
         return {"loss": 1 - right, "accuracy": right, "weight": torch.ones(len(rows))}
 

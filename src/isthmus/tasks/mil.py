@@ -22,7 +22,7 @@ from torch.func import functional_call
 from ..core.recipe import Recipe, RecipeError
 from ..core.seeds import generator
 from ..core.tensors import Tensors
-from .arrays import ArrayTask, cross_entropy
+from .arrays import ArrayTask, cross_entropy, owned
 from .build import deal
 from .partition import Partition
 from .sources import Corpus, package_file
@@ -146,9 +146,7 @@ class BagTask(ArrayTask):
 
     def _probability(self, params: Tensors, rows: Tensor, owner: Tensor | None) -> Tensor:
         shape, out = {n: p.dim() for n, p in self.net.named_parameters()}, torch.empty(len(rows))
-        for k in [None] if owner is None else owner.unique().tolist():
-            mine = torch.ones(len(rows), dtype=torch.bool) if k is None else owner == k
-            own = {n: params[n] if params[n].dim() == d else params[n][k or 0] for n, d in shape.items()}
+        for mine, own in owned(params, shape, owner, len(rows)):
             out[mine] = functional_call(self.net, own, (self.x[rows[mine]],)).softmax(-1)[:, 1]
         return out
 

@@ -23,7 +23,7 @@ from torch.func import functional_call
 from ..core.recipe import Recipe, RecipeError
 from ..core.seeds import generator
 from ..core.tensors import Tensors
-from .arrays import ArrayTask
+from .arrays import ArrayTask, owned
 from .build import deal, load_pretrained
 from .sources import Corpus, DataError, load, read_table
 
@@ -144,9 +144,7 @@ class RoutingTask(ArrayTask):
         """Of the model that each query goes to at ``trade``: ``accuracy``, ``cost``, ``regret`` of value against the best model; ``loss`` is one minus accuracy."""
         dims = {n: p.dim() for n, p in self.net.named_parameters()} | {CENTRES: 2, RIGHT: 2, SPENT: 2, ASKED: 2}
         quality, cost = (torch.empty(len(rows), len(self.models)) for _ in range(2))
-        for k in [None] if owner is None else owner.unique().tolist():
-            mine = torch.ones(len(rows), dtype=torch.bool) if k is None else owner == k
-            own = {n: params[n] if params[n].dim() == d else params[n][k or 0] for n, d in dims.items() if n in params}
+        for mine, own in owned(params, dims, owner, len(rows)):
             quality[mine], cost[mine] = self.predict(own, self.x[rows[mine]])
         true_quality, true_cost, _ = self.y[rows].chunk(3, -1)
         value = true_quality - self.trade * true_cost
