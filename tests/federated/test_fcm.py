@@ -125,9 +125,7 @@ def test_a_client_predicts_what_it_never_annotated():
            "train": {"optimiser": "adamw", "lr": 0.005, "size": 32, "epochs": 2}}
     )  # fmt: skip
     task, one = concepts(recipe), make_method(recipe)
-    engine, server = make_engine(recipe, one, task), server_start(one, task, 0)
-    for _ in range(recipe.rounds):
-        server, _ = server_round(one, task, server, engine)
+    engine, server, _ = play(one, task, recipe.rounds, running=make_engine(recipe, one, task))
     found = engine.evaluate(server)
     assert found.overall["unseen"] > 0.85
     assert found.overall["corrected"] > found.overall["accuracy"] - 0.02

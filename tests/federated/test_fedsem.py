@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.core.recipe import RecipeError
-from isthmus.core.rounds import server_start
 from isthmus.federated.fedsem import ANCHORS, IMPORTANCE, SCORES, SENT, compress, refine
 from isthmus.runner import make_engine, make_method
 from isthmus.tasks.mil import BINS, area, bags
@@ -171,11 +170,7 @@ def test_it_learns_bags_of_digits():
            "train": {"optimiser": "adamw", "lr": 0.003, "size": 8, "epochs": 3}, "model.width": 32}
     )  # fmt: skip
     task, one = bags(recipe), make_method(recipe)
-    engine, server = make_engine(recipe, one, task), server_start(one, task, 0)
-    from isthmus.core.rounds import server_round
-
-    for _ in range(recipe.rounds):
-        server, _ = server_round(one, task, server, engine)
+    engine, server, _ = play(one, task, recipe.rounds, running=make_engine(recipe, one, task))
     found = engine.evaluate(server)
     assert found.overall["auc"] > 0.85
     rows = torch.cat(list(task.test))
