@@ -191,13 +191,7 @@ def _comparison_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[
     from .comparison import plus_minus
     from .report.progress import size
 
-    usual = ("accuracy_global", "accuracy_personal", "loss_global", "loss_personal")
-    own = [
-        n
-        for n in dict.fromkeys(n for r in rows for n in r)
-        if n.endswith(("_global", "_personal")) and n not in usual and f"{n}_std" in rows[0]
-    ]
-    own += [n for n in ("staying",) if any(n in r for r in rows)]
+    own = list(dict.fromkeys(n for r in rows for n in r["further"]))
 
     def more(row: dict[str, Any], name: str) -> str:
         value = row.get(name)

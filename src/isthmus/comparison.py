@@ -90,9 +90,8 @@ def _summarise(recipe: Recipe, folder: Path, results: dict[str, list[dict[str, A
             documents[i]["bytes_to_personal"] = None if alone else bytes_to(documents[i]["rows"], "personal", own)
     for method, documents in results.items():
         row: dict[str, Any] = {"method": method, "task": recipe.task.kind, "rounds": recipe.rounds, "seeds": list(recipe.compare.seeds)}
-        further = [n for n in documents[0] if n.endswith(("_global", "_personal")) and n not in _AVERAGED and not n.startswith("accuracy_")]
-        more = [*further, *(["staying"] if "staying" in documents[0] else [])]
-        for name in (*_AVERAGED, *more):
+        row["further"] = documents[0].get("further", [])
+        for name in (*_AVERAGED, *row["further"]):
             values = [d[name] for d in documents if d.get(name) is not None]
             whole = len(values) == len(documents)
             row[name] = round(statistics.fmean(values), 6) if whole else None

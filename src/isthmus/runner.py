@@ -279,6 +279,11 @@ def summary(recipe: Recipe, folder: Path, line: Line, references: dict[str, Line
         return None if value is None else round(float(value), 6)
 
     local, pooled = references.get("local"), references.get("pooled")
+    further = {
+        f"{n}_{w}": metric(line, w, n) for w in ("global", "personal") for n in line.last.get(w, {}) if n not in ("accuracy", "loss")
+    }
+    told = line.rows[-1]["metrics"]
+    further |= {n: told[n] for o in line.method.observers for n in o.headlines if n in told}
     return {
         "method": recipe.method.kind,
         "task": recipe.task.kind,
@@ -293,7 +298,8 @@ def summary(recipe: Recipe, folder: Path, line: Line, references: dict[str, Line
         "loss_personal": metric(line, "personal", "loss"),
         "loss_local_only": metric(local, "personal", "loss"),
         "loss_pooled": metric(pooled, "global", "loss"),
-        **{f"{n}_{w}": metric(line, w, n) for w in ("global", "personal") for n in line.last.get(w, {}) if n not in ("accuracy", "loss")},
+        **further,
+        "further": list(further),
         "accuracy_tuned": metric(line, "tuned", "accuracy"),
         "loss_tuned": metric(line, "tuned", "loss"),
         "bytes_up": total(line.rows, "up"),
@@ -301,7 +307,6 @@ def summary(recipe: Recipe, folder: Path, line: Line, references: dict[str, Line
         "payload_bytes_up": total(line.rows, "up", wire=False),
         "payload_bytes_down": total(line.rows, "down", wire=False),
         "run_dir": str(folder),
-        **({"staying": line.rows[-1]["metrics"]["staying"]} if "staying" in line.rows[-1]["metrics"] else {}),
     }
 
 

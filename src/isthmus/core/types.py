@@ -317,7 +317,9 @@ class Channel(Part):
 
 
 class Observer(Part):
-    """Stack: numbers for the ledger from one round's decoded updates."""
+    """Stack: numbers for the ledger from one round's decoded updates; ``headlines`` are names that a run's summary shows too."""
+
+    headlines: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, update: Update, before: Server, after: Server) -> dict[str, float]:
         """Name to value."""

@@ -121,6 +121,7 @@ class Present(Invite):
 class Retention(Observer):
     """How many are still there, and the worst surplus of the round."""
 
+    headlines = ("staying",)
     needs = frozenset({"individual"})
 
     def __call__(self, update: Update, before: Server, after: Server) -> dict[str, float]:
