@@ -102,6 +102,78 @@ def test_the_lowest_of_equal_centres_wins(name):
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "numpy"])
+def test_tiles_hold_every_centre(name):
+    lib = kernels.load(name)
+    for k in range(1, 80):
+        edges = lib.tiles(k)
+        assert edges[0] == 0
+        assert edges[-1] == k
+        assert (np.diff(edges) > 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_known_of_rows_changes_no_label(name):
+    lib, x = kernels.load(name), blobs(3001, 70, 40, 1.0)
+    known, shift = np.zeros(len(x), np.uint32), x.mean(0)
+    for step in range(3):
+        centres = x[step * 50 : step * 50 + 50] + np.float32(step)
+        found = np.empty((2, len(x)), np.int32)
+        for labels, memory in zip(found, (None, known), strict=True):
+            lib.assign(x, shift, centres, labels, None, None, None, lib.can_filter, 2, known=memory)
+        np.testing.assert_array_equal(found[0], found[1])
+        assert right(x, centres, found[1])
+    assert known.all() or not lib.can_filter
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "numpy"])
+@pytest.mark.parametrize("outside", [False, True])
+def test_sums_that_are_kept_are_those_of_the_labels(name, outside, monkeypatch, tmp_path):
+    lib, kept = kernels.load(name), []
+    monkeypatch.setattr(kernels, "load", lambda *_: lib)
+    monkeypatch.setattr(module, "_PIECE", 2**16)
+    x = blobs(4000, 24, 30, 1.0)
+    data = module._Inside(x)
+    if outside:
+        np.save(tmp_path / "x.npy", x)
+        data = module._Outside(np.load(tmp_path / "x.npy", mmap_mode="r"), np.dtype(np.float32))
+    problem, centres, labels = module._Problem(data, None, 2), x[:40].copy(), np.full(len(x), -1, np.int32)
+    sums = module._Sums(problem, 40)
+    for _ in range(12):
+        problem.assign(centres, labels, sums)
+        expected = np.zeros((40, 24))
+        np.add.at(expected, labels, x.astype(np.float64))
+        np.testing.assert_allclose(sums.values, expected, rtol=1e-12, atol=1e-9)
+        np.testing.assert_array_equal(sums.counts, np.bincount(labels, minlength=40))
+        kept.append(sums.mass is not None)
+        centres = problem.average(centres, sums.values, sums.counts)
+    assert kept[-1]
+    assert not kept[0]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("how", ["full", "bounds"])
+def test_a_huge_row_leaves_nothing_behind(how, weighted):
+    # in float64 1e17 + 1 - 1e17 is 0: whoever only moves rows between sums loses the small ones of a cluster that a huge one leaves
+    x = np.random.default_rng(0).normal(size=(3000, 8))
+    x[0] = 1e17
+    problem = module._Problem(module._Inside(x), np.full(len(x), 0.5) if weighted else None, 2)
+    together, apart = np.stack([np.zeros(8), np.full(8, 1e30)]), np.stack([np.zeros(8), x[0]])
+    labels, sums = np.full(len(x), -1, np.int32), module._Sums(problem, 2)
+    bounds = module._Bounds(problem, together) if how == "bounds" else None
+    for centres in (together, together, together, apart):
+        kept = sums.mass is not None
+        if bounds:
+            values, counts, _ = bounds.assign(centres, labels)
+        else:
+            problem.assign(centres, labels, sums)
+            values, counts = sums.values, sums.counts
+    assert kept or bounds or weighted
+    one = 0.5 if weighted else 1.0
+    np.testing.assert_allclose(values, one * np.stack([x[1:].sum(0), x[0]]), rtol=1e-10)
+    np.testing.assert_array_equal(counts, [one * 2999, one])
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "numpy"])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("separation", [0.0, 1.0, 4.0])
 def test_bounds_change_no_label(name, dtype, separation, monkeypatch):

@@ -47,7 +47,6 @@ class Native:
     def __init__(self, name: str) -> None:
         self.name = name
         self._lib = ctypes.CDLL(str(FOLDER / f"kernels_{name}.so"))
-        self.columns, self.tail = self._lib.columns(), self._lib.tail()
         self.can_filter = bool(self._lib.half_products())
         for kind in ("f32", "f64"):
             getattr(self._lib, f"own_{kind}").restype = ctypes.c_double
@@ -66,19 +65,26 @@ class Native:
 
     def assign(
         self, x: Array, shift: Array, centres: Array, labels: Array, sums: Array | None, counts: Array | None, weights: Array | None,
-        filtered: bool, n: int,
+        filtered: bool, n: int, known: Array | None = None, moves: Array | None = None, kept: bool = False,
     ) -> tuple[int, int]:  # fmt: skip
         """Nearest centre of each row into labels (n,), int32; sums too unless None.
+
+        known (n,), uint32: what a filtered step learns of the rows and the next one need not measure again; zeros at first.
+        moves (k, 3), float64, added to: of the rows that were added to each sum, and of those that were taken from it, the lengths; and
+        how many both are.  kept: labels and sums are those of the step before, and only rows whose label changes are moved.
 
         Returns the number of rows whose label is another than before, and of those that were scanned in full precision.
         """
         changed = np.zeros(1, np.int64)
-        looked = self._call("assign", x, shift, centres, len(centres), labels, sums, counts, weights, int(filtered), changed, n)
+        rest = weights, int(filtered), known, changed, n
+        looked = self._call("assign", x, shift, centres, len(centres), labels, sums, counts, moves, int(kept), *rest)
         return int(changed[0]), looked
 
-    def update(self, x: Array, labels: Array, sums: Array, counts: Array, weights: Array | None, n: int) -> None:
+    def update(
+        self, x: Array, labels: Array, sums: Array, counts: Array, weights: Array | None, n: int, moves: Array | None = None
+    ) -> None:
         """Sums of the rows of each label, row by row in their labels' order."""
-        self._call("update", x, labels, len(counts), sums, counts, weights, n)
+        self._call("update", x, labels, len(counts), sums, counts, moves, weights, n)
 
     def own(self, x: Array, centres: Array, labels: Array, weights: Array | None, out: Array | None, n: int) -> float:
         """Weighted sum of squared distances of rows to the centres of their labels; each of them into out (n,) unless None."""
@@ -104,11 +110,11 @@ class Native:
 
     def bounded(
         self, x: Array, shift: Array, centres: Array, edges: Array, labels: Array, upper: Array, lower: Array, moved: Array, sums: Array,
-        counts: Array, weights: Array | None, n: int,
+        counts: Array, moves: Array, weights: Array | None, n: int,
     ) -> tuple[int, int]:  # fmt: skip
         """A step with bounds; see the source.  Returns the rows whose label changed, and the pairs of row and group that were looked at."""
         changed = np.zeros(1, np.int64)
-        rest = labels, upper, lower, moved, sums, counts, weights, changed, n
+        rest = labels, upper, lower, moved, sums, counts, moves, weights, changed, n
         looked = self._call("bounded", x, shift, centres, len(centres), edges, len(edges) - 1, *rest)
         return int(changed[0]), looked
 
@@ -137,8 +143,8 @@ class Native:
 
     def tiles(self, k: int) -> Array:
         """First centre of each tile, and k: (tiles + 1,)."""
-        full = k // self.columns * self.columns
-        return np.unique([*range(0, full + 1, self.columns), *range(full, k, self.tail), k]).astype(np.int32)
+        edges = np.empty(k + 2, np.int32)
+        return edges[: self._lib.tiles(k, _at(edges)) + 1]
 
 
 class Plain:
@@ -153,9 +159,9 @@ class Plain:
 
     def assign(
         self, x: Array, shift: Array, centres: Array, labels: Array, sums: Array | None, counts: Array | None, weights: Array | None,
-        filtered: bool, n: int,
+        filtered: bool, n: int, **kept: Any,
     ) -> tuple[int, int]:  # fmt: skip
-        """As `Native.assign`."""
+        """As `Native.assign`; nothing is kept from step to step."""
         c, changed = centres - shift, 0
         half = (c.astype(np.float64) ** 2).sum(1) / 2
         for rows in self._blocks(x, len(c)):
@@ -166,8 +172,10 @@ class Plain:
             self.update(x, labels, sums, counts, weights, n)
         return changed, len(x)
 
-    def update(self, x: Array, labels: Array, sums: Array, counts: Array, weights: Array | None, n: int) -> None:
-        """As `Native.update`."""
+    def update(
+        self, x: Array, labels: Array, sums: Array, counts: Array, weights: Array | None, n: int, moves: Array | None = None
+    ) -> None:
+        """As `Native.update`; lengths are not added up."""
         one = np.ones(len(x)) if weights is None else weights.astype(np.float64)
         counts += np.bincount(labels, one, len(counts))
         for j in range(x.shape[1]):

@@ -40,6 +40,7 @@ class _Outside:
         self.x, self.shape, self.dtype = x, x.shape, dtype
         self.mapped = isinstance(x, np.memmap) and x.strides[0] > 0 and hasattr(mmap, "MADV_DONTNEED")
         self.rows = max(1, _PIECE // (x.shape[1] * np.dtype(x.dtype).itemsize))
+        self.pieces = -(-x.shape[0] // self.rows)
 
     def _advise(self, start: int, stop: int, what: int) -> None:
         whole, base = np.frombuffer(self.x._mmap, np.uint8).ctypes.data, self.x.ctypes.data
@@ -90,6 +91,8 @@ class _Outside:
 class _Inside:
     """Rows that lie in memory: one piece."""
 
+    pieces = 1
+
     def __init__(self, x: Array) -> None:
         self.x, self.shape, self.dtype = x, x.shape, x.dtype
 
@@ -108,6 +111,7 @@ class _Problem:
         self.lib = kernels.load()
         self.rows, self.width = data.shape
         self.filter = self.lib.can_filter and data.dtype == np.float32
+        self.known = np.zeros(self.rows, np.uint32) if self.filter else None
         if shift is not None:
             self.shift = shift
             return
@@ -125,21 +129,21 @@ class _Problem:
     def _weights(self, at: slice) -> Array | None:
         return None if self.weights is None else self.weights[at]
 
-    def assign(self, centres: Array, labels: Array, sum_too: bool = True) -> tuple[Array, Array, int]:
-        """Labels (n,) are brought up to date: sums (k, d) and weights (k,) of the rows that have them, and how many changed."""
-        sums, counts = np.zeros((len(centres), self.width)), np.zeros(len(centres))
-        sort = sums.nbytes > _SORT
+    def assign(self, centres: Array, labels: Array, sums: _Sums | None = None) -> int:
+        """Labels (n,) are brought up to date, and sums where they are given.  Returns how many labels changed."""
+        into = sums.start() if sums else {"sums": None, "counts": None}
         filtered, looked, changed = self.filtered(len(centres)), 0, 0
         for at, piece in self.data:
-            fused = sum_too and not sort
-            into = sums if fused else None, counts if fused else None
-            found = self.lib.assign(piece, self.shift, centres, labels[at], into[0], into[1], self._weights(at), filtered, self.n)
+            known = self.known[at] if filtered and self.known is not None else None
+            found = self.lib.assign(
+                piece, self.shift, centres, labels[at], weights=self._weights(at), filtered=filtered, n=self.n, known=known, **into
+            )
             changed, looked = changed + found[0], looked + found[1]
-            if sum_too and sort:
-                self.lib.update(piece, labels[at], sums, counts, self._weights(at), self.n)
         if filtered and looked > self.rows / 4:
             self.filter = False
-        return sums, counts, changed
+        if sums:
+            sums.finish(labels, changed)
+        return changed
 
     def filtered(self, k: int) -> bool:
         """Whether products of bfloat16 settle most rows."""
@@ -178,6 +182,65 @@ class _Problem:
         return np.where(kept[:, None], sums / np.where(kept, counts, 1)[:, None], centres).astype(self.data.dtype)
 
 
+class _Sums:
+    """Sums (k, d) and weights (k,) of the rows of each label.
+
+    Once few labels change, sums are kept and only the rows that change theirs are moved.  A huge row that leaves a small sum would leave its
+    rounding behind.  So what may be lost is bounded beside each sum, in units of 2^-53: an addition loses at most that share of the
+    lengths added up so far.  Sums are made anew once it is over eight times what making them anew may lose (*derived*).
+    """
+
+    def __init__(self, problem: _Problem, k: int) -> None:
+        self.problem = problem
+        self.values, self.counts, self.moves = np.zeros((k, problem.width)), np.zeros(k), np.zeros((k, 3))
+        self.mass: Array | None = None  # lengths of each label's rows, added up; None: not measured
+        self.lost = np.zeros(k)
+        self.share = 1.0  # of labels that changed in the last step
+        self.sort = self.values.nbytes > _SORT  # each thread's own would be too large: summed afterwards, in their labels' order
+        self.may_keep = isinstance(problem.lib, kernels.Native) and problem.weights is None and not self.sort
+
+    def start(self) -> dict[str, Any]:
+        """What `Native.assign` needs to bring them up to date."""
+        if self.sort:
+            return {"sums": None, "counts": None}
+        kept = self.mass is not None and self.share < 0.25
+        if not kept:
+            self.values[:], self.counts[:], self.mass = 0, 0, None
+        self.moves[:] = 0
+        measured = self.may_keep and (kept or self.share < 0.5)
+        return {"sums": self.values, "counts": self.counts, "moves": self.moves if measured else None, "kept": kept}
+
+    def finish(self, labels: Array, changed: int) -> None:
+        """After the step."""
+        if self.sort:
+            self.anew(labels)
+        elif self.mass is not None:
+            self.settle(labels)
+        elif self.moves[:, 2].any():
+            self.mass, self.lost = self.moves[:, 0].copy(), self.counts * self.moves[:, 0]
+        self.share = changed / self.problem.rows
+
+    def settle(self, labels: Array) -> None:
+        """Account for what was moved; anew where that may have lost too much."""
+        assert self.mass is not None
+        rows = self.counts if self.problem.weights is None else np.bincount(labels, minlength=len(self.counts))
+        moved, parts = self.moves[:, 0] + self.moves[:, 1], self.problem.n * self.problem.data.pieces
+        self.lost += np.where(self.moves[:, 2] > 0, self.moves[:, 2] * moved + parts * (self.mass + moved), 0)
+        self.mass += self.moves[:, 0] - self.moves[:, 1]
+        for values in (self.values, self.counts, self.mass, self.lost):
+            values[rows == 0] = 0
+        if not (np.isfinite(self.lost) & (self.lost <= 8 * (rows + 64) * self.mass)).all():
+            self.anew(labels)
+
+    def anew(self, labels: Array) -> None:
+        """Sums of the rows of these labels."""
+        problem = self.problem
+        self.values[:], self.counts[:], self.moves[:] = 0, 0, 0
+        for at, piece in problem.data:
+            problem.lib.update(piece, labels[at], self.values, self.counts, problem._weights(at), problem.n, self.moves)
+        self.mass, self.lost = self.moves[:, 0].copy(), self.moves[:, 2] * self.moves[:, 0]
+
+
 class _Bounds:
     """Steps that skip what cannot have changed.
 
@@ -193,30 +256,33 @@ class _Bounds:
         self.edges = _edges(lib, len(centres), problem.width)
         self.upper = np.zeros(problem.rows, problem.data.dtype)
         self.lower = np.zeros((problem.rows, len(self.edges) - 1), problem.data.dtype)
-        self.sums, self.counts = np.zeros((len(centres), problem.width)), np.zeros(len(centres))
+        self.sums = _Sums(problem, len(centres))
+        self.sums.mass = np.zeros(len(centres))
         self.before = centres
         self.looked, self.steps = 1.0, 0
 
     def assign(self, centres: Array, labels: Array) -> tuple[Array, Array, int]:
-        """As `_Problem.assign`, with places as labels; the first time it gets numbers."""
+        """Brings labels, which are places, up to date (the first time it gets numbers); sums, weights, how many changed."""
         problem, type_ = self.problem, self.problem.data.dtype.type
         moved = _distance(centres, self.before)[self.order].astype(type_) * type_(1 + 1e-6)
         mine, changed, looked = np.ascontiguousarray(centres[self.order]), 0, 0
-        first = labels.copy() if self.steps == 0 else None
+        first, sums = labels.copy() if self.steps == 0 else None, self.sums
         if first is not None:
             labels[:] = -1
+        sums.moves[:] = 0
         for at, piece in problem.data:
             found = self.lib.bounded(
-                piece, problem.shift, mine, self.edges, labels[at], self.upper[at], self.lower[at], moved, self.sums, self.counts,
-                problem._weights(at), problem.n,
+                piece, problem.shift, mine, self.edges, labels[at], self.upper[at], self.lower[at], moved, sums.values,
+                sums.counts, sums.moves, problem._weights(at), problem.n,
             )  # fmt: skip
             changed, looked = changed + found[0], looked + found[1]
         if first is not None:
             changed = int(np.count_nonzero(self.order[labels] != first))
         self.before, self.looked, self.steps = centres, looked / problem.rows / (len(self.edges) - 1), self.steps + 1
-        sums, counts = np.empty_like(self.sums), np.empty_like(self.counts)
-        sums[self.order], counts[self.order] = self.sums, self.counts
-        return sums, np.where(np.abs(counts) < 1e-9 * max(1.0, counts.max()), 0.0, counts), changed
+        sums.settle(labels)
+        values, counts = np.empty_like(sums.values), np.empty_like(sums.counts)
+        values[self.order], counts[self.order] = sums.values, sums.counts
+        return values, counts, changed
 
 
 def _distance(a: Array, b: Array) -> Array:
@@ -381,7 +447,7 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Ba
             if not np.isfinite(piece).all():
                 raise ValueError("Input X contains NaN or infinity.")
         problem = _Problem(data, weights, self.n_threads, centres.mean(0))
-        problem.assign(centres, labels, sum_too=False)
+        problem.assign(centres, labels)
         return problem, centres, labels
 
     def _check(self) -> None:
@@ -431,11 +497,15 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Ba
     def _lloyd(self, problem: _Problem, centres: Array, tol: float, seed: int) -> tuple[float, Array, Array, int]:
         labels = np.full(problem.rows, -1, np.int32)
         native = isinstance(problem.lib, kernels.Native)
-        bounds: _Bounds | None = None
+        full, bounds = _Sums(problem, len(centres)), None
         forecast = _Forecast(problem, len(centres), seed) if self.algorithm == "auto" else None
         step, settled = 0, False
         for step in range(1, self.max_iter + 1):
-            sums, counts, changed = (bounds or problem).assign(centres, labels)
+            if bounds:
+                sums, counts, changed = bounds.assign(centres, labels)
+            else:
+                changed = problem.assign(centres, labels, full)
+                sums, counts = full.values, full.counts
             if (counts == 0).any():
                 sums, counts = problem.relocate(centres, bounds.order[labels] if bounds else labels, sums, counts)
             after = problem.average(centres, sums, counts)
@@ -447,7 +517,7 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Ba
                 break
             if bounds and forecast and bounds.steps > 1 and bounds.looked > 0.8:
                 labels[:] = bounds.order[labels]
-                bounds = None
+                full, bounds = _Sums(problem, len(centres)), None
             elif not bounds and native and (forecast.pays(step, centres, after) if forecast else self.algorithm == "bounds"):
                 bounds = _Bounds(problem, after)
             centres = after
@@ -455,7 +525,7 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Ba
                 break
         if not settled or bounds:
             # labels are always those of the centres that are returned, by the one full step
-            problem.assign(centres, labels, sum_too=False)
+            problem.assign(centres, labels)
         return problem.inertia(centres, labels), centres, labels, step
 
     def __sklearn_tags__(self) -> Any:

@@ -38,7 +38,7 @@ constexpr int BYTES = 16, COLUMNS = 12;
 constexpr int BYTES = 16, COLUMNS = 6;
 #endif
 constexpr int VECTORS = 2;               // of rows, side by side
-constexpr int TAIL = COLUMNS / 3;        // columns of the last tiles: less padding
+constexpr int TAIL = COLUMNS / 3 * 2;    // columns of the last tiles: less padding, and enough sums side by side to keep the units busy
 template <class T> constexpr int LANES = BYTES / int(sizeof(T));
 template <class T> constexpr int PANEL = VECTORS * LANES<T>;
 template <class T> constexpr T FAR = sizeof(T) == 4 ? T(3e38) : T(1e308);
@@ -62,8 +62,23 @@ template <class T> inline T total(V<T> v) {
     return s;
 }
 
-// So many rows are read side by side that the machine does not see what comes next: it is told, a panel ahead.  (Never a fault.)
-inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+// So many rows are read side by side that the machine does not see what comes next: it is told, a panel ahead, a few lines at a time while
+// the products keep it busy.  (Never a fault.)
+template <int LEVEL = 2> inline void fetch(const void* p) { __builtin_prefetch(p, 0, LEVEL); }
+struct Ahead {
+    const char* at = nullptr;  // of the next row to be fetched
+    ptrdiff_t stride = 0;      // from row to row, bytes
+    int rows = 0, bytes = 0, done = 0;
+#ifndef STEP
+#define STEP 64
+#endif
+    inline void some(int lines) {
+        for (; lines > 0 && rows > 0; lines--) {
+            fetch(at + done);
+            if ((done += STEP) >= bytes) at += stride, done = 0, rows--;
+        }
+    }
+};
 
 size_t half_of_l2() {
     static const long size = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -98,6 +113,14 @@ template <class T> struct Rows {
     int d;
 };
 
+// The panel after the one at a row.
+template <class T> Ahead next_panel(const Rows<T>& rows, size_t at, size_t last) {
+    at += PANEL<T>;
+    if (at >= last || rows.column != 1) return {};
+    const char* first = reinterpret_cast<const char*>(rows.x + ptrdiff_t(at) * rows.row);
+    return {first, ptrdiff_t(rows.row * sizeof(T)), int(std::min<size_t>(PANEL<T>, last - at)), int(rows.d * sizeof(T))};
+}
+
 template <class W, size_t... i> inline W zip_low(W a, W b, std::index_sequence<i...>) {
     return __builtin_shufflevector(a, b, (i % 2 ? sizeof...(i) + i / 2 : i / 2)...);
 }
@@ -118,14 +141,14 @@ template <class W, int N> inline void transpose(W (&a)[N]) {
 }
 
 // Rows which[0..count) (or first, first + 1, ...) less the shift, as (d, PANEL); lanes without a row repeat the last.
-template <class T> void load(const Rows<T>& rows, const int64_t* which, int64_t first, int count, T* panel) {
+template <class T> void load(const Rows<T>& rows, const int64_t* which, int64_t first, int count, T* panel, bool tell = false) {
     constexpr int N = LANES<T>, P = PANEL<T>;
     const T* row[P];
     for (int r = 0; r < P; r++) {
         int64_t at = std::min(r, count - 1);
         row[r] = rows.x + (which ? which[at] : first + at) * rows.row;
     }
-    const ptrdiff_t ahead = which ? 0 : P * rows.row;
+    const ptrdiff_t ahead = tell ? P * rows.row : 0;
     int j = 0;
     if (rows.column == 1)
         for (; j + N <= rows.d; j += N)
@@ -167,6 +190,17 @@ template <class T> void add(const Rows<T>& rows, int64_t i, double weight, doubl
         for (int j = 0; j < rows.d; j++) sum[j] += weight * double(x[j * rows.column]);
 }
 
+template <class T> double length(const Rows<T>& rows, int64_t i) {
+    const T* x = rows.x + i * rows.row;
+    double square = 0;
+    V<T> sum = {};
+    int j = 0;
+    if (rows.column == 1)
+        for (; j + LANES<T> <= rows.d; j += LANES<T>) sum += wide(x + j) * wide(x + j);
+    for (; j < rows.d; j++) square += double(x[j * rows.column]) * double(x[j * rows.column]);
+    return std::sqrt(square + double(total<T>(sum)));
+}
+
 // ---- centroids
 
 // Tiles of COLUMNS centroids, then some of TAIL: (tiles, d, columns), each with half its squared norm; FAR where there is none.
@@ -175,11 +209,16 @@ template <class T> struct Tiles {
     Buffer<T> data, half;
     T longest = 0;  // |c|
 
-    static int padded(int k) { return k / COLUMNS * COLUMNS + (k % COLUMNS + TAIL - 1) / TAIL * TAIL; }
+    // no more of the last kind than make k of thirds of the first (two thirds each): 0, 1 or 2
+    static int whole(int k) {
+        int thirds = (3 * k + COLUMNS - 1) / COLUMNS;
+        return std::max(0, thirds - 2 * (2 * thirds % 3)) / 3;
+    }
+    static int last(int k) { return std::max(0, k - whole(k) * COLUMNS + TAIL - 1) / TAIL; }
     int first(int tile) const { return tile <= full ? tile * COLUMNS : full * COLUMNS + (tile - full) * TAIL; }
 
     Tiles(const T* c, int k, int d, const T* shift)
-        : d(d), k(k), full(k / COLUMNS), tiles(full + (padded(k) - full * COLUMNS) / TAIL), data(size_t(padded(k)) * d), half(padded(k)) {
+        : d(d), k(k), full(whole(k)), tiles(full + last(k)), data(size_t(first(tiles)) * d), half(first(tiles)) {
         for (int t = 0; t < tiles; t++) {
             int from = first(t), columns = first(t + 1) - from;
             T* out = data + size_t(from) * d;
@@ -198,10 +237,11 @@ template <class T> struct Tiles {
 };
 
 // acc[j][v] = |c_j|^2 / 2 - <x, c_j> for the rows of vector v
-template <class T, int N> inline __attribute__((always_inline)) void scores(const T* panel, const T* c, const T* half, int d, V<T> (&acc)[N][VECTORS]) {
+template <class T, int N>
+inline __attribute__((always_inline)) void scores(const T* panel, const T* c, const T* half, int d, V<T> (&acc)[N][VECTORS], Ahead& ahead, int lines) {
 #pragma GCC unroll 12
     for (int j = 0; j < N; j++) acc[j][0] = acc[j][1] = all(half[j]);
-    for (int i = 0; i < d; i++, panel += PANEL<T>, c += N) {
+    auto column = [&] {
         V<T> left = wide(panel), right = wide(panel + LANES<T>);
 #pragma GCC unroll 12
         for (int j = 0; j < N; j++) {
@@ -209,21 +249,30 @@ template <class T, int N> inline __attribute__((always_inline)) void scores(cons
             acc[j][0] -= left * one;
             acc[j][1] -= right * one;
         }
+        panel += PANEL<T>, c += N;
+    };
+    for (; d >= 16; d -= 16) {
+        ahead.some(lines);
+#pragma GCC unroll 2
+        for (int i = 0; i < 16; i++) column();
     }
+    while (d-- > 0) column();
 }
 
 // Calls seen(column, acc) for every tile of [from, to).
-template <class T, class F> inline __attribute__((always_inline)) void each(const T* panel, const Tiles<T>& c, int from, int to, F seen) {
+template <class T, class F>
+inline __attribute__((always_inline)) void each(const T* panel, const Tiles<T>& c, int from, int to, Ahead ahead, F seen) {
+    const int lines = (PANEL<T> * int(sizeof(T)) / 4 + c.tiles - 1) / c.tiles;  // for every 16 columns of a tile
     for (int t = from; t < to; t++) {
         int column = c.first(t);
         const T* data = c.data.data + size_t(column) * c.d;
         if (t < c.full) {
             V<T> acc[COLUMNS][VECTORS];
-            scores<T, COLUMNS>(panel, data, c.half.data + column, c.d, acc);
+            scores<T, COLUMNS>(panel, data, c.half.data + column, c.d, acc, ahead, lines);
             seen(column, acc);
         } else {
             V<T> acc[TAIL][VECTORS];
-            scores<T, TAIL>(panel, data, c.half.data + column, c.d, acc);
+            scores<T, TAIL>(panel, data, c.half.data + column, c.d, acc, ahead, lines);
             seen(column, acc);
         }
     }
@@ -245,8 +294,8 @@ template <class T> struct Best {
     }
 };
 
-template <class T, bool SECOND> void scan(const T* panel, const Tiles<T>& c, int from, int to, Best<T>& out) {
-    each(panel, c, from, to, [&](int column, auto& acc) {
+template <class T, bool SECOND> void scan(const T* panel, const Tiles<T>& c, int from, int to, Best<T>& out, Ahead ahead = {}) {
+    each(panel, c, from, to, ahead, [&](int column, auto& acc) {
         constexpr int N = sizeof(acc) / sizeof(acc[0]);
         __asm__ volatile("" : "+m"(out));  // it waits in memory: the products need every register
         Best<T> best = out;
@@ -272,31 +321,43 @@ void sweep(const Rows<T>& rows, size_t first, size_t last, const Tiles<T>& c, Pa
         size_t here = std::min(panels, (last - at + P - 1) / P);
         std::vector<State> state(here);
         auto count = [&](size_t p) { return int(std::min<size_t>(P, last - at - p * P)); };
-        for (size_t p = 0; p < here; p++) load<T>(rows, nullptr, at + p * P, count(p), data + p * P * rows.d);
+        for (size_t p = 0; p < here; p++) load<T>(rows, nullptr, at + p * P, count(p), data + p * P * rows.d, !fits);
+        Ahead ahead = fits ? next_panel(rows, at, last) : Ahead{};
         for (int t = 0; t < c.tiles; t += some)
-            for (size_t p = 0; p < here; p++) pass(data + p * P * rows.d, t, std::min(t + some, c.tiles), state[p]);
+            for (size_t p = 0; p < here; p++) pass(data + p * P * rows.d, t, std::min(t + some, c.tiles), state[p], ahead);
         for (size_t p = 0; p < here; p++) done(at + p * P, count(p), data + p * P * rows.d, state[p]);
     }
 }
 
-// Sums and weights of the rows of each centroid; every thread has its own and the first adds them up.
+// Sums and weights of the rows of each centroid; every thread has its own and the first adds them up.  `moves`, where it is asked for, says
+// of each centroid how much came and went, in |x|, and how often: from that follows what rounding may have done to sums that are kept.
 struct Sums {
-    int k, d;
-    double *sum, *weight;  // (k, d), (k,), added to
+    struct Part {
+        double *sum = nullptr, *weight = nullptr, *moves = nullptr;  // (k, d), (k,), (k, 3)
+        template <class T> void move(const Rows<T>& rows, int64_t i, double one, int c, bool leaves) {
+            add(rows, i, leaves ? -one : one, sum + size_t(c) * rows.d);
+            weight[c] += leaves ? -one : one;
+            if (moves) moves[3 * c + leaves] += one * length(rows, i), moves[3 * c + 2]++;
+        }
+    };
+    Part all;
+    size_t sizes[3];
     std::vector<std::vector<double>> own;
-    Sums(int k, int d, double* sum, double* weight, int threads) : k(k), d(d), sum(sum), weight(weight), own(threads) {}
-    double* of(int thread) {
-        if (thread == 0) return sum;
-        own[thread].resize(size_t(k) * (d + 1));
-        return own[thread].data();
+    Sums(int k, int d, double* sum, double* weight, double* moves, int threads)
+        : all{sum, weight, moves}, sizes{size_t(k) * d, size_t(k), moves ? size_t(k) * 3 : 0}, own(threads) {}
+    Part of(int thread) {
+        if (thread == 0 || !all.sum) return all;
+        own[thread].resize(sizes[0] + sizes[1] + sizes[2]);
+        double* at = own[thread].data();
+        return {at, at + sizes[0], all.moves ? at + sizes[0] + sizes[1] : nullptr};
     }
-    double* weights(int thread) { return thread == 0 ? weight : own[thread].data() + size_t(k) * d; }
     void join() {
-        for (auto& o : own)
-            if (!o.empty()) {
-                for (size_t i = 0; i < size_t(k) * d; i++) sum[i] += o[i];
-                for (int i = 0; i < k; i++) weight[i] += o[size_t(k) * d + i];
-            }
+        for (auto& o : own) {
+            const double* from = o.data();
+            double* parts[3] = {all.sum, all.weight, all.moves};
+            for (int p = 0; p < 3 && !o.empty(); from += sizes[p++])
+                for (size_t i = 0; i < sizes[p]; i++) parts[p][i] += from[i];
+        }
     }
 };
 
@@ -326,132 +387,183 @@ inline float as_float(uint32_t bits) {
     return x;
 }
 
-// Centroids in bfloat16: (k / 32, d / 32, 2, 16, 32), zeros as padding.
+// Centroids in bfloat16: (k / 16, d / 32, 16 pairs of columns, 16, 2), zeros as padding; each has its number and half its squared norm.
 struct HalfTiles {
     int d, k, wide, many;
     Buffer<uint16_t> data;
     Buffer<float> half;
+    Buffer<int32_t> number;
     float longest = 0, error = 0;  // |c|, |c - c'|
     HalfTiles(const float* c, int k, int d, const float* shift)
-        : d(d), k(k), wide((d + 31) / 32), many((k + 31) / 32), data(size_t(many) * wide * 1024), half(size_t(many) * 32) {
-        memset(data.data, 0, size_t(many) * wide * 2048);
-        for (int j = 0; j < many * 32; j++) {
+        : d(d), k(k), wide((d + 31) / 32), many((k + 15) / 16), data(size_t(many) * wide * 512), half(size_t(many) * 16), number(size_t(many) * 16) {
+        memset(data.data, 0, size_t(many) * wide * 1024);
+        for (int j = 0; j < many * 16; j++) {
             double norm = 0, lost = 0;
             for (int i = 0; j < k && i < d; i++) {
                 float value = c[size_t(j) * d + i] - shift[i];
                 uint32_t bits = rounded(value);
-                data[(size_t(j / 32) * wide + i / 32) * 1024 + (j % 32 / 16) * 512 + (j % 16) * 32 + i % 32] = uint16_t(bits >> 16);
+                data[(size_t(j / 16) * wide + i / 32) * 512 + i % 32 / 2 * 32 + j % 16 * 2 + i % 2] = uint16_t(bits >> 16);
                 norm += double(value) * value;
                 lost += (double(value) - as_float(bits)) * (double(value) - as_float(bits));
             }
             half[j] = j < k ? float(norm / 2) : FAR<float>;
+            number[j] = j;
             longest = std::max(longest, float(std::sqrt(norm)));
             error = std::max(error, float(std::sqrt(lost)));
         }
     }
 };
 
-// A panel of 32 rows in bfloat16, two numbers of a row in a lane: (d / 32, 2, 16, 16) pairs; `err` bounds what its scores may be wrong by.
-void load_half(const Rows<float>& rows, const int64_t* which, int64_t first, int count, const HalfTiles& c, uint32_t* panel, float* err) {
-    for (int v = 0; v < 2; v++) {
-        const float* row[16];
-        V<float> size[16], lost[16];
-        const ptrdiff_t ahead = which ? 0 : 32 * rows.row;
-        for (int r = 0; r < 16; r++) {
-            int64_t at = std::min(v * 16 + r, count - 1);
-            row[r] = rows.x + (which ? which[at] : first + at) * rows.row;
-            size[r] = lost[r] = V<float>{};
-        }
-        for (int w = 0; w < c.wide; w++) {
-            I<float> pairs[16];
-            for (int r = 0; r < 16; r++) {
-                int left = std::min(32, rows.d - w * 32);
-                __mmask16 m0 = left >= 16 ? 0xffff : (1 << left) - 1, m1 = left >= 32 ? 0xffff : left > 16 ? (1 << (left - 16)) - 1 : 0;
-                const float *x = row[r] + w * 32, *s = rows.shift + w * 32;
-                fetch(x + ahead);
-                fetch(x + ahead + 16);
-                __m512 a = _mm512_sub_ps(_mm512_maskz_loadu_ps(m0, x), _mm512_maskz_loadu_ps(m0, s));
-                __m512 b = _mm512_sub_ps(_mm512_maskz_loadu_ps(m1, x + 16), _mm512_maskz_loadu_ps(m1, s + 16));
-                __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+// A panel of 32 rows in bfloat16, (d / 32, 32, 32), and what its scores may be wrong by.  That follows from |x| and |e|, which stay the same
+// from step to step: `known` keeps both for each row, rounded up to bfloat16; 0 where they were not measured yet.
+struct HalfPanel {
+    Buffer<uint16_t> data;
+    alignas(64) float err[32];
+    explicit HalfPanel(const HalfTiles& c) : data(size_t(c.wide) * 1024) {}
+};
+
+// Rows which[0..count) (or first, first + 1, ...) on their way into a panel, some at a time.
+struct Loading {
+    const Rows<float>& rows;
+    const HalfTiles& c;
+    uint32_t* known;
+    HalfPanel& panel;
+    const int64_t* which;
+    int64_t first;
+    int count, done = 0;  // of 32
+
+    // `later` is what will be read in a while
+    template <bool MEASURE>
+    static inline void convert(const float* x, const float* later, const float* shift, int d, uint16_t* out, float& size, float& lost) {
+        V<float> s2 = {}, l2 = {};
+        auto two = [&](__m512 a, __m512 b) {
+            __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+            _mm512_store_si512(out, both);
+            if (MEASURE) {
                 __m512 ra = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
                 __m512 rb = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
-                size[r] += a * a + b * b;
-                lost[r] += (a - ra) * (a - ra) + (b - rb) * (b - rb);
-                pairs[r] = (I<float>)both;
+                s2 += a * a + b * b;
+                l2 += (a - ra) * (a - ra) + (b - rb) * (b - rb);
             }
-            transpose(pairs);
-            for (int i = 0; i < 16; i++) *reinterpret_cast<I<float>*>(panel + (w * 2 + v) * 256 + i * 16) = pairs[i];
+        };
+        for (; d >= 32; d -= 32, x += 32, later += 32, shift += 32, out += 1024) {
+            fetch<3>(later);
+            fetch<3>(later + 16);
+            two(_mm512_sub_ps(_mm512_loadu_ps(x), _mm512_loadu_ps(shift)), _mm512_sub_ps(_mm512_loadu_ps(x + 16), _mm512_loadu_ps(shift + 16)));
         }
-        transpose(size);
-        transpose(lost);
-        V<float> x2 = {}, e2 = {};
-        for (int r = 0; r < 16; r++) x2 += size[r], e2 += lost[r];
-        for (int r = 0; r < 16; r++) {
-            float x = std::sqrt(x2[r]), e = std::sqrt(e2[r]);
-            err[v * 16 + r] = 1.0001f * (e * c.longest + (x + e) * c.error + (rows.d + 4) * 6e-8f * (x + c.longest) * c.longest) + 1e-30f;
+        if (d > 0) {
+            __mmask16 m0 = (1u << d) - 1, m1 = ((1u << d) - 1) >> 16;
+            two(_mm512_sub_ps(_mm512_maskz_loadu_ps(m0, x), _mm512_maskz_loadu_ps(m0, shift)),
+                _mm512_sub_ps(_mm512_maskz_loadu_ps(m1, x + 16), _mm512_maskz_loadu_ps(m1, shift + 16)));
         }
+        if (MEASURE) size = std::sqrt(total<float>(s2)), lost = std::sqrt(total<float>(l2));
     }
-}
 
-// Calls seen(column, score, vector) for every centroid.
-template <class F> inline __attribute__((always_inline)) void each_half(const uint32_t* panel, const HalfTiles& c, F seen) {
-    alignas(64) float products[4][16][16];
-    for (int m = 0; m < c.many; m++) {
-        const uint16_t* a = c.data.data + size_t(m) * c.wide * 1024;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int w = 0; w < c.wide; w++) {
-            _tile_loadd(4, a + w * 1024, 64);
-            _tile_loadd(5, a + w * 1024 + 512, 64);
-            _tile_loadd(6, panel + (w * 2) * 256, 64);
-            _tile_loadd(7, panel + (w * 2 + 1) * 256, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+    void some(int more) {
+        for (; more > 0 && done < 32; more--, done++) {
+            auto number = [&](int r) { return which ? which[std::min(r, count - 1)] : first + std::min(r, count - 1); };
+            const int64_t at = number(done), after = which ? number(done + 1) : at + 1536 / rows.d + 1;
+            const float *x = rows.x + at * rows.row, *later = rows.x + after * rows.row;
+            uint16_t* out = panel.data + done * 32;
+            uint32_t bits = known ? known[at] : 0;
+            float size, lost;
+            if (bits) {
+                convert<false>(x, later, rows.shift, rows.d, out, size, lost);
+            } else {
+                convert<true>(x, later, rows.shift, rows.d, out, size, lost);
+                bits = up(size) << 16 | up(lost);
+                if (known) known[at] = bits;
+            }
+            size = as_float(bits & 0xffff0000u), lost = as_float(bits << 16);
+            panel.err[done] = 1.0001f * (lost * c.longest + (size + lost) * c.error + (rows.d + 4) * 6e-8f * (size + c.longest) * c.longest) + 1e-30f;
         }
-        _tile_stored(0, products[0], 64);
-        _tile_stored(1, products[1], 64);
-        _tile_stored(2, products[2], 64);
-        _tile_stored(3, products[3], 64);
-        for (int j = 0; j < 32; j++)
-#pragma GCC unroll 2
-            for (int v = 0; v < 2; v++) seen(m * 32 + j, all(c.half.data[m * 32 + j]) - wide(products[j / 16 * 2 + v][j % 16]), v);
+    }
+    static uint32_t up(float x) {
+        uint32_t bits;
+        memcpy(&bits, &x, 4);
+        return (bits + 0xffff) >> 16;
+    }
+
+};
+
+// Calls seen(row, column, products, n) for every row and 16 n columns at a time; meanwhile the next panel is loaded, so that memory and tiles
+// work at the same time.
+template <class F> inline __attribute__((always_inline)) void each_half(const HalfPanel& panel, const HalfTiles& c, Loading* next, F seen) {
+    constexpr int SOME = 8;
+    alignas(64) float products[32][SOME][16];
+    const int steps = (c.many + 1) / 2 * c.wide;
+    int credit = 0;
+    for (int m = 0; m < c.many; m += SOME) {
+        const int here = std::min(SOME, c.many - m);
+        for (int g = 0; g < here; g += 2) {
+            const bool two = g + 1 < here;
+            const uint16_t *p = panel.data.data, *q = c.data.data + size_t(m + g) * c.wide * 512, *r = q + size_t(c.wide) * 512;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int w = 0; w < c.wide; w++, p += 1024, q += 512, r += 512) {
+                _tile_loadd(4, p, 64);
+                _tile_loadd(5, p + 512, 64);
+                _tile_loadd(6, q, 64);
+                if (two || w % 2 == 0) {
+                    _tile_dpbf16ps(0, 4, 6);
+                    _tile_dpbf16ps(1, 5, 6);
+                }
+                if (two) {
+                    _tile_loadd(7, r, 64);
+                    _tile_dpbf16ps(2, 4, 7);
+                    _tile_dpbf16ps(3, 5, 7);
+                } else if (w % 2) {  // a last tile alone has its columns' odd parts there: a sum waits long for the one before
+                    _tile_dpbf16ps(2, 4, 6);
+                    _tile_dpbf16ps(3, 5, 6);
+                }
+                if (next)
+                    for (credit += 32; credit >= steps; credit -= steps) next->some(1);
+            }
+            _tile_stored(0, products[0][g], sizeof products[0]);
+            _tile_stored(1, products[16][g], sizeof products[0]);
+            _tile_stored(2, products[0][g + 1], sizeof products[0]);
+            _tile_stored(3, products[16][g + 1], sizeof products[0]);
+            for (int i = 0; i < 32 && !two; i++) *reinterpret_cast<V<float>*>(products[i][g]) += wide(products[i][g + 1]);
+        }
+        for (int i = 0; i < 32; i++) seen(i, m * 16, products[i], here);
     }
 }
+inline V<float> score(const HalfTiles& c, int column, const float* product) { return wide(c.half.data + column) - wide(product); }
 
 // The labels of the rows [first, last) of one thread, by settle(row, label).  A row that needs a second look has those as
 // candidates that are within the error of its best; few are measured one by one, many are left to the full scan, whose rows are counted.
 template <class Settle>
 int64_t assign_half(const Rows<float>& rows, size_t first, size_t last, const float* centres, const Tiles<float>& tiles, const HalfTiles& c,
-                    Settle settle) {
+                    uint32_t* known, Settle settle) {
     Config config;
     _tile_loadconfig(&config);
-    Buffer<uint32_t> panel(size_t(c.wide) * 512);
+    HalfPanel panels[2] = {HalfPanel(c), HalfPanel(c)}, second_look(c);
     Buffer<float> whole(size_t(32) * rows.d);
     std::vector<int64_t> open;
     std::vector<float> reach;                     // of each open row: scores up to this may belong to its nearest
-    std::vector<std::pair<int, int>> candidates;  // lane, centroid
-    alignas(64) float err[32], limit[32];
+    std::vector<std::pair<int, int>> candidates;  // row of the panel, centroid
     int64_t again = 0;
     auto close = [&](size_t from, int count) {
-        load_half(rows, open.data() + from, 0, count, c, panel, err);
-        for (int r = 0; r < 32; r++) limit[r] = r < count ? reach[from + r] : -FAR<float>;
+        Loading{rows, c, known, second_look, open.data() + from, 0, count}.some(32);
         candidates.clear();
         const size_t most = 8 * count;
-        each_half(panel, c, [&](int column, V<float> score, int v) {
-            __mmask16 near = _mm512_cmp_ps_mask((__m512)score, _mm512_load_ps(limit + v * 16), _CMP_LE_OQ);
-            for (; near && candidates.size() <= most; near &= near - 1) candidates.emplace_back(v * 16 + __builtin_ctz(near), column);
+        each_half(second_look, c, nullptr, [&](int r, int column, const float (*products)[16], int n) {
+            if (r >= count) return;
+            const V<float> limit = all(reach[from + r]);
+            for (int g = 0; g < n; g++) {
+                __mmask16 near = _mm512_cmp_ps_mask((__m512)score(c, column + g * 16, products[g]), (__m512)limit, _CMP_LE_OQ);
+                for (; near && candidates.size() <= most; near &= near - 1) candidates.emplace_back(r, column + g * 16 + __builtin_ctz(near));
+            }
         });
         if (candidates.size() <= most) {
             float closest[32];
             int32_t who[32];
             std::fill(closest, closest + 32, FAR<float>);
-            for (auto [lane, column] : candidates) {  // columns ascend: the lowest number wins
-                float square = distance(rows, open[from + lane], centres + size_t(column) * rows.d);
-                if (square < closest[lane]) closest[lane] = square, who[lane] = column;
+            for (auto [r, column] : candidates) {  // a row's columns ascend: the lowest number wins
+                float square = distance(rows, open[from + r], centres + size_t(column) * rows.d);
+                if (square < closest[r]) closest[r] = square, who[r] = column;
             }
             for (int r = 0; r < count; r++) settle(open[from + r], who[r]);
         } else {
@@ -462,22 +574,50 @@ int64_t assign_half(const Rows<float>& rows, size_t first, size_t last, const fl
             for (int r = 0; r < count; r++) settle(open[from + r], full.who[r / 16][r % 16]);
         }
     };
+    struct Row {
+        V<float> value, second;
+        I<float> who;
+    } state[32];
+    auto loading = [&](size_t at) {
+        return Loading{rows, c, known, panels[(at - first) / 32 % 2], nullptr, int64_t(at), int(std::min<size_t>(32, last - at))};
+    };
+    if (first < last) loading(first).some(32);
     for (size_t at = first; at < last; at += 32) {
-        int count = int(std::min<size_t>(32, last - at));
-        load_half(rows, nullptr, at, count, c, panel, err);
-        Best<float> best;
-        each_half(panel, c, [&](int column, V<float> score, int v) { best.see<true>(column, score, v); });
+        const int count = int(std::min<size_t>(32, last - at));
+        const HalfPanel& panel = panels[(at - first) / 32 % 2];
+        Loading next = loading(std::min(at + 32, last - 1));
+        for (Row& row : state) row = {all(FAR<float>), all(FAR<float>), I<float>{}};
+        each_half(panel, c, at + 32 < last ? &next : nullptr, [&](int r, int column, const float (*products)[16], int n) {
+            Row row = state[r];
+            for (int g = 0; g < n; g++) {
+                V<float> now = score(c, column + g * 16, products[g]);
+                row.second = low<float>(row.second, high<float>(row.value, now));
+                I<float> less = now < row.value;
+                row.value = low<float>(row.value, now);
+                row.who = less ? *reinterpret_cast<const I<float>*>(c.number.data + column + g * 16) : row.who;
+            }
+            state[r] = row;
+        });
         for (int v = 0; v < 2; v++) {
-            alignas(64) int32_t who[16];
-            *reinterpret_cast<I<float>*>(who) = best.who[v];
-            V<float> edge = best.value[v] + 2 * *reinterpret_cast<V<float>*>(err + v * 16);
-            _mm512_store_ps(limit + v * 16, (__m512)edge);
-            __mmask16 clear = _mm512_cmp_ps_mask((__m512)best.second[v], (__m512)edge, _CMP_GT_OQ);
+            V<float> value[16], second[16];  // of each lane, then of each row
+            I<float> who[16];
+            for (int r = 0; r < 16; r++) value[r] = state[v * 16 + r].value, second[r] = state[v * 16 + r].second, who[r] = state[v * 16 + r].who;
+            transpose(value);
+            transpose(second);
+            transpose(who);
+            for (int i = 1; i < 16; i++) {
+                second[0] = low<float>(low<float>(second[0], second[i]), high<float>(value[0], value[i]));
+                I<float> less = value[i] < value[0];
+                value[0] = low<float>(value[0], value[i]);
+                who[0] = less ? who[i] : who[0];
+            }
+            V<float> edge = value[0] + 2 * *reinterpret_cast<const V<float>*>(panel.err + v * 16);
+            __mmask16 clear = _mm512_cmp_ps_mask((__m512)second[0], (__m512)edge, _CMP_GT_OQ);
             for (int r = 0; r < 16 && v * 16 + r < count; r++)
                 if (clear >> r & 1)
-                    settle(at + v * 16 + r, who[r]);
+                    settle(at + v * 16 + r, who[0][r]);
                 else
-                    open.push_back(at + v * 16 + r), reach.push_back(limit[v * 16 + r]);
+                    open.push_back(at + v * 16 + r), reach.push_back(edge[r]);
         }
         for (; open.size() >= 32; open.resize(open.size() - 32), reach.resize(open.size())) close(open.size() - 32, 32);
     }
@@ -489,11 +629,12 @@ int64_t assign_half(const Rows<float>& rows, size_t first, size_t last, const fl
 
 // ---- what is exported
 
+// `kept`: labels and sums are those of the step before, and only rows whose label changes are moved.
 template <class T>
-int64_t assign(const Rows<T>& rows, size_t n, const T* centres, int k, int32_t* labels, double* sum, double* weight, const T* weights,
-               [[maybe_unused]] int filter, int64_t* changed, int threads) {
+int64_t assign(const Rows<T>& rows, size_t n, const T* centres, int k, int32_t* labels, double* sum, double* weight, double* moves, int kept,
+               const T* weights, [[maybe_unused]] int filter, [[maybe_unused]] uint32_t* known, int64_t* changed, int threads) {
     Tiles<T> tiles(centres, k, rows.d, rows.shift);
-    Sums sums(k, rows.d, sum, weight, threads);
+    Sums sums(k, rows.d, sum, weight, moves, threads);
     std::vector<int64_t> again(threads, 0), other(threads, 0);
 #if defined(__AMX_BF16__)
     std::unique_ptr<HalfTiles> half;
@@ -501,30 +642,35 @@ int64_t assign(const Rows<T>& rows, size_t n, const T* centres, int k, int32_t* 
         if (filter && rows.column == 1 && may_use_tiles()) half = std::make_unique<HalfTiles>(centres, k, rows.d, rows.shift);
 #endif
     parallel(threads, n, PANEL<T>, [&](int thread, size_t first, size_t last) {
-        double *s = sum ? sums.of(thread) : nullptr, *w = sum ? sums.weights(thread) : nullptr;
+        Sums::Part mine = sums.of(thread);
+        int64_t others = 0;
         auto settle = [&](int64_t i, int32_t label) {
-            other[thread] += labels[i] != label;
+            const int32_t before = labels[i];
             labels[i] = label;
-            if (!s) return;
+            others += before != label;
+            if (!sum || (kept && before == label)) return;
             double one = weights ? double(weights[i]) : 1.0;
-            add(rows, i, one, s + size_t(label) * rows.d);
-            w[label] += one;
+            mine.move(rows, i, one, label, false);
+            if (kept) mine.move(rows, i, one, before, true);
         };
 #if defined(__AMX_BF16__)
         if constexpr (sizeof(T) == 4)
             if (half) {
-                again[thread] += assign_half(rows, first, last, centres, tiles, *half, settle);
+                again[thread] = assign_half(rows, first, last, centres, tiles, *half, known, settle);
+                other[thread] = others;
                 return;
             }
 #endif
         sweep<T, Best<T>>(
-            rows, first, last, tiles, [&](const T* panel, int from, int to, Best<T>& best) { scan<T, false>(panel, tiles, from, to, best); },
+            rows, first, last, tiles,
+            [&](const T* panel, int from, int to, Best<T>& best, Ahead ahead) { scan<T, false>(panel, tiles, from, to, best, ahead); },
             [&](size_t at, int count, const T*, Best<T>& best) {
                 for (int r = 0; r < count; r++) settle(at + r, int32_t(best.who[r / LANES<T>][r % LANES<T>]));
             });
-        again[thread] += last - first;
+        again[thread] = last - first;
+        other[thread] = others;
     });
-    if (sum) sums.join();
+    sums.join();
     int64_t looked = 0;
     for (int t = 0; t < threads; t++) {
         looked += again[t];
@@ -535,7 +681,7 @@ int64_t assign(const Rows<T>& rows, size_t n, const T* centres, int k, int32_t* 
 
 // Sort-inverse: rows in the order of their labels, so that every centroid is summed in one place.
 template <class T>
-void update(const Rows<T>& rows, size_t n, const int32_t* labels, int k, double* sum, double* weight, const T* weights, int threads) {
+void update(const Rows<T>& rows, size_t n, const int32_t* labels, int k, double* sum, double* weight, double* moves, const T* weights, int threads) {
     std::vector<int64_t> start(k + 1, 0), order(n);
     for (size_t i = 0; i < n; i++) start[labels[i] + 1]++;
     for (int i = 0; i < k; i++) start[i + 1] += start[i];
@@ -543,11 +689,8 @@ void update(const Rows<T>& rows, size_t n, const int32_t* labels, int k, double*
     for (size_t i = 0; i < n; i++) order[next[labels[i]]++] = i;
     parallel(threads, k, 1, [&](int, size_t first, size_t last) {
         for (size_t c = first; c < last; c++)
-            for (int64_t i = start[c]; i < start[c + 1]; i++) {
-                double one = weights ? double(weights[order[i]]) : 1.0;
-                add(rows, order[i], one, sum + c * rows.d);
-                weight[c] += one;
-            }
+            for (int64_t i = start[c]; i < start[c + 1]; i++)
+                Sums::Part{sum, weight, moves}.move(rows, order[i], weights ? double(weights[order[i]]) : 1.0, int(c), false);
     });
 }
 
@@ -602,7 +745,7 @@ void potential(const Rows<T>& rows, size_t n, const T* candidates, int k, const 
                     size[v] += x * x;
                 }
             for (int r = 0; r < count; r++) near[r / LANES<T>][r % LANES<T>] = nearest[at + r], weight[r / LANES<T>][r % LANES<T>] = weights ? weights[at + r] : T(1);
-            each(panel.data, tiles, 0, tiles.tiles, [&](int column, auto& acc) {
+            each(panel.data, tiles, 0, tiles.tiles, Ahead{}, [&](int column, auto& acc) {
                 constexpr int N = sizeof(acc) / sizeof(acc[0]);
                 for (int j = 0; j < N && column + j < k; j++)
                     for (int v = 0; v < VECTORS; v++) part[column + j] += weight[v] * low<T>(near[v], high<T>(V<T>{}, size[v] + 2 * acc[j][v]));
@@ -629,9 +772,9 @@ void nearest(const Rows<T>& rows, size_t n, const T* memory, int k, int many, in
     parallel(threads, n, PANEL<T>, [&](int, size_t first, size_t last) {
         sweep<T, List>(
             rows, first, last, tiles,
-            [&](const T* panel, int from, int to, List& list) {
+            [&](const T* panel, int from, int to, List& list, Ahead ahead) {
                 if (list.value.empty()) list.value.assign(size_t(PANEL<T>) * many, FAR<T>), list.who.assign(size_t(PANEL<T>) * many, -1);
-                each(panel, tiles, from, to, [&](int column, auto& acc) {
+                each(panel, tiles, from, to, ahead, [&](int column, auto& acc) {
                     constexpr int N = sizeof(acc) / sizeof(acc[0]);
                     V<T> lowest[VECTORS] = {acc[0][0], acc[0][1]};
                     for (int j = 1; j < N; j++) lowest[0] = low<T>(lowest[0], acc[j][0]), lowest[1] = low<T>(lowest[1], acc[j][1]);
@@ -672,9 +815,9 @@ void nearest(const Rows<T>& rows, size_t n, const T* memory, int k, int many, in
 //   step.  sum, weight: kept up to date.  The first step (labels -1) looks at everything.  Returns how many (row, group) pairs were looked at.
 template <class T>
 int64_t bounded(const Rows<T>& rows, size_t n, const T* centres, int k, const int32_t* edges, int groups, int32_t* labels, T* upper, T* lower,
-                const T* moved, double* sum, double* weight, const T* weights, int64_t* changed, int threads) {
+                const T* moved, double* sum, double* weight, double* moves, const T* weights, int64_t* changed, int threads) {
     Tiles<T> tiles(centres, k, rows.d, rows.shift);
-    Sums sums(k, rows.d, sum, weight, threads);
+    Sums sums(k, rows.d, sum, weight, moves, threads);
     std::vector<int> group(k);
     std::vector<T> most(groups, T(0));
     for (int g = 0; g < groups; g++)
@@ -684,7 +827,7 @@ int64_t bounded(const Rows<T>& rows, size_t n, const T* centres, int k, const in
     constexpr int P = PANEL<T>;
     constexpr size_t BLOCK = 16 * P;
     parallel(threads, n, P, [&](int thread, size_t first, size_t last) {
-        double *s = sums.of(thread), *w = sums.weights(thread);
+        Sums::Part mine = sums.of(thread);
         std::vector<std::vector<int64_t>> open(groups);
         std::vector<T> score(BLOCK), size(BLOCK);
         std::vector<int32_t> found(BLOCK);
@@ -745,8 +888,8 @@ int64_t bounded(const Rows<T>& rows, size_t n, const T* centres, int k, const in
                 upper[i] = std::sqrt(std::max(T(0), size[i - at] + 2 * score[i - at] + err(i))) * more;
                 if (now == before) continue;
                 double one = weights ? double(weights[i]) : 1.0;
-                add(rows, i, one, s + size_t(now) * rows.d), w[now] += one;
-                if (before >= 0) add(rows, i, -one, s + size_t(before) * rows.d), w[before] -= one;
+                mine.move(rows, i, one, now, false);
+                if (before >= 0) mine.move(rows, i, one, before, true);
                 labels[i] = now;
                 other[thread]++;
             }
@@ -777,7 +920,7 @@ void lloyd(const T* x, int64_t problems, int64_t n, int d, T* centres, int k, in
             int step = 0;
             for (bool moving = true; moving && step < iterations; step++) {
                 std::fill(sum.begin(), sum.end(), 0.0), std::fill(weight.begin(), weight.end(), 0.0);
-                assign<T>(rows, n, c, k, l, sum.data(), weight.data(), nullptr, 0, nullptr, 1);
+                assign<T>(rows, n, c, k, l, sum.data(), weight.data(), nullptr, 0, nullptr, 0, nullptr, nullptr, 1);
                 if (std::find(weight.begin(), weight.end(), 0.0) != weight.end()) {
                     own<T>(rows, n, c, l, nullptr, far.data(), 1);
                     for (int i = 0; i < k; i++) {
@@ -796,7 +939,7 @@ void lloyd(const T* x, int64_t problems, int64_t n, int d, T* centres, int k, in
                 moving = moved > double(tol[p]);
             }
             done[p] = step;
-            assign<T>(rows, n, c, k, l, nullptr, nullptr, nullptr, 0, nullptr, 1);
+            assign<T>(rows, n, c, k, l, nullptr, nullptr, nullptr, 0, nullptr, 0, nullptr, nullptr, 1);
             inertia[p] = own<T>(rows, n, c, l, nullptr, nullptr, 1);
         }
     });
@@ -833,36 +976,37 @@ double read_all(const float* x, size_t n, int threads) {
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
-#define BOTH(T, suffix)                                                                                                                               \
-    EXPORT int64_t assign_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* centres, int k,                \
-                                   int32_t* labels, double* sum, double* weight, const T* weights, int filter, int64_t* changed, int threads) {       \
-        return assign<T>({x, row, column, shift, d}, n, centres, k, labels, sum, weight, weights, filter, changed, threads);                          \
-    }                                                                                                                                                 \
-    EXPORT void update_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const int32_t* labels, int k, double* sum, double* weight, \
-                                const T* weights, int threads) {                                                                                      \
-        update<T>({x, row, column, nullptr, d}, n, labels, k, sum, weight, weights, threads);                                                         \
-    }                                                                                                                                                 \
-    EXPORT double own_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* centres, const int32_t* labels, const T* weights,  \
-                               T* out, int threads) {                                                                                                 \
-        return own<T>({x, row, column, nullptr, d}, n, centres, labels, weights, out, threads);                                                       \
-    }                                                                                                                                                 \
-    EXPORT void take_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* centre, T* nearest, const T* weights,               \
-                              double* sums, int threads) {                                                                                            \
-        take<T>({x, row, column, nullptr, d}, n, centre, nearest, weights, sums, threads);                                                            \
-    }                                                                                                                                                 \
-    EXPORT void potential_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* candidates, int k,             \
-                                   const T* nearest, const T* weights, double* out, int threads) {                                                    \
-        potential<T>({x, row, column, shift, d}, n, candidates, k, nearest, weights, out, threads);                                                   \
-    }                                                                                                                                                 \
-    EXPORT void nearest_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* memory, int k, int many,         \
-                                 int64_t* who, T* far, int threads) {                                                                                 \
-        nearest<T>({x, row, column, shift, d}, n, memory, k, many, who, far, threads);                                                                \
-    }                                                                                                                                                 \
-    EXPORT int64_t bounded_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* centres, int k,               \
-                                    const int32_t* edges, int groups, int32_t* labels, T* upper, T* lower, const T* moved, double* sum,               \
-                                    double* weight, const T* weights, int64_t* changed, int threads) {                                                \
-        return bounded<T>({x, row, column, shift, d}, n, centres, k, edges, groups, labels, upper, lower, moved, sum, weight, weights, changed,       \
-                          threads);                                                                                                                   \
+#define BOTH(T, suffix)                                                                                                                                \
+    EXPORT int64_t assign_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* centres, int k,                 \
+                                   int32_t* labels, double* sum, double* weight, double* moves, int kept, const T* weights, int filter,                \
+                                   uint32_t* known, int64_t* changed, int threads) {                                                                   \
+        return assign<T>({x, row, column, shift, d}, n, centres, k, labels, sum, weight, moves, kept, weights, filter, known, changed, threads);       \
+    }                                                                                                                                                  \
+    EXPORT void update_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const int32_t* labels, int k, double* sum, double* weight,  \
+                                double* moves, const T* weights, int threads) {                                                                        \
+        update<T>({x, row, column, nullptr, d}, n, labels, k, sum, weight, moves, weights, threads);                                                   \
+    }                                                                                                                                                  \
+    EXPORT double own_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* centres, const int32_t* labels, const T* weights,   \
+                               T* out, int threads) {                                                                                                  \
+        return own<T>({x, row, column, nullptr, d}, n, centres, labels, weights, out, threads);                                                        \
+    }                                                                                                                                                  \
+    EXPORT void take_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* centre, T* nearest, const T* weights,                \
+                              double* sums, int threads) {                                                                                             \
+        take<T>({x, row, column, nullptr, d}, n, centre, nearest, weights, sums, threads);                                                             \
+    }                                                                                                                                                  \
+    EXPORT void potential_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* candidates, int k,              \
+                                   const T* nearest, const T* weights, double* out, int threads) {                                                     \
+        potential<T>({x, row, column, shift, d}, n, candidates, k, nearest, weights, out, threads);                                                    \
+    }                                                                                                                                                  \
+    EXPORT void nearest_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* memory, int k, int many,          \
+                                 int64_t* who, T* far, int threads) {                                                                                  \
+        nearest<T>({x, row, column, shift, d}, n, memory, k, many, who, far, threads);                                                                 \
+    }                                                                                                                                                  \
+    EXPORT int64_t bounded_##suffix(const T* x, int64_t n, int d, int64_t row, int64_t column, const T* shift, const T* centres, int k,                \
+                                    const int32_t* edges, int groups, int32_t* labels, T* upper, T* lower, const T* moved, double* sum,                \
+                                    double* weight, double* moves, const T* weights, int64_t* changed, int threads) {                                  \
+        return bounded<T>({x, row, column, shift, d}, n, centres, k, edges, groups, labels, upper, lower, moved, sum, weight, moves, weights, changed, \
+                          threads);                                                                                                                    \
     }
 #define LLOYD(T, suffix)                                                                                                                              \
     EXPORT void lloyd_##suffix(const T* x, int64_t problems, int64_t n, int d, T* centres, int k, int iterations, const T* tol, int32_t* labels,      \
@@ -877,8 +1021,12 @@ BOTH(double, f64)
 EXPORT double flops_f32(int64_t repeats, int threads) { return flops<float>(repeats, threads); }
 EXPORT double read_f32(const float* x, int64_t n, int threads) { return read_all(x, n, threads); }
 EXPORT int64_t flops_of_a_repeat() { return 2 * COLUMNS * VECTORS * LANES<float>; }
-EXPORT int columns() { return COLUMNS; }
-EXPORT int tail() { return TAIL; }
+// First centroid of each tile, and k; returns how many tiles there are.
+EXPORT int tiles(int k, int32_t* edges) {
+    int whole = Tiles<float>::whole(k), n = whole + Tiles<float>::last(k);
+    for (int t = 0; t <= n; t++) edges[t] = t == n ? k : t <= whole ? t * COLUMNS : whole * COLUMNS + (t - whole) * TAIL;
+    return n;
+}
 EXPORT int half_products() {
 #if defined(__AMX_BF16__)
     return may_use_tiles();
