@@ -62,20 +62,17 @@ template <class T> inline T total(V<T> v) {
     return s;
 }
 
-// So many rows are read side by side that the machine does not see what comes next: it is told, a panel ahead, a few lines at a time while
-// the products keep it busy.  (Never a fault.)
+// So many rows are read side by side that the machine does not see what comes next: it is told, a panel ahead, and a few lines at a time, so
+// that memory works while the products do.  (Never a fault.)
 template <int LEVEL = 2> inline void fetch(const void* p) { __builtin_prefetch(p, 0, LEVEL); }
 struct Ahead {
     const char* at = nullptr;  // of the next row to be fetched
     ptrdiff_t stride = 0;      // from row to row, bytes
     int rows = 0, bytes = 0, done = 0;
-#ifndef STEP
-#define STEP 64
-#endif
     inline void some(int lines) {
         for (; lines > 0 && rows > 0; lines--) {
             fetch(at + done);
-            if ((done += STEP) >= bytes) at += stride, done = 0, rows--;
+            if ((done += 64) >= bytes) at += stride, done = 0, rows--;
         }
     }
 };
@@ -483,7 +480,6 @@ struct Loading {
         memcpy(&bits, &x, 4);
         return (bits + 0xffff) >> 16;
     }
-
 };
 
 // Calls seen(row, column, products, n) for every row and 16 n columns at a time; meanwhile the next panel is loaded, so that memory and tiles
