@@ -5,7 +5,8 @@
 
 Linear, NLinear and RLinear are solved exactly, their ridge chosen on the validation part, as the filter banks' ridge and size are.
 DLinear, FITS, SparseTSF and the network of two banks train by Adam for at most 30 passes of 16,384 windows, until five passes bring
-nothing: three rates tried at the shortest horizon, three seeds.  A further row is the seasonal naive forecast.  ETTh1, ETTh2 and the exchange rates are read from $ISTHMUS_DATA and left out without it.
+nothing: three rates tried at the shortest horizon, three seeds.  A further row is the seasonal naive forecast.  ETTh1, ETTh2 and the
+exchange rates are read from $ISTHMUS_DATA and left out without it.
 """
 
 from __future__ import annotations

@@ -150,6 +150,38 @@ def test_sums_that_are_kept_are_those_of_the_labels(name, outside, monkeypatch, 
     assert not kept[0]
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("algorithm", ["lloyd", "bounds"])
+def test_large_sums_are_made_in_the_order_of_labels(name, algorithm, monkeypatch):
+    lib, x = kernels.load(name), blobs(3000, 20, 30, 1.0)
+    monkeypatch.setattr(kernels, "load", lambda *_: lib)
+    fit = lambda: KMeans(40, init=x[:40], tol=0, max_iter=9, algorithm=algorithm).fit(x)
+    plain = fit()
+    monkeypatch.setattr(module, "_SORT", 0)
+    np.testing.assert_array_equal(fit().labels_, plain.labels_)
+    np.testing.assert_allclose(fit().cluster_centers_, plain.cluster_centers_, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["full", "bounds"])
+def test_a_cluster_whose_rows_weigh_nothing_is_empty(how):
+    # 0.1 + 0.2 - 0.3 is not 0: what rounding leaves of a weight must not count as one
+    x = np.repeat(np.concatenate([[0.1, 0.0, 0.0, 0.0], np.full(200, 9.0)])[:, None], 2, 1)
+    weights = np.concatenate([[0.0], [0.1, 0.2, 0.3], np.ones(200)])
+    problem = module._Problem(module._Inside(x), weights, 1)
+    here, away = (np.repeat(np.array(c)[:, None], 2, 1) for c in ([0.0, 5.0, 9.0], [0.1, 0.0, 9.0]))
+    labels, sums = np.full(len(x), -1, np.int32), module._Sums(problem, 3)
+    bounds = module._Bounds(problem, here) if how == "bounds" else None
+    for centres in (here, here, here, away):
+        if bounds:
+            counts = bounds.assign(centres, labels)[1]
+        else:
+            problem.assign(centres, labels, sums)
+            counts = sums.counts
+    assert labels[0] == 0
+    assert (labels[1:4] == 1).all()
+    assert counts[0] == 0
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("how", ["full", "bounds"])
 def test_a_huge_row_leaves_nothing_behind(how, weighted):

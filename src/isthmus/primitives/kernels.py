@@ -70,8 +70,8 @@ class Native:
         """Nearest centre of each row into labels (n,), int32; sums too unless None.
 
         known (n,), uint32: what a filtered step learns of the rows and the next one need not measure again; zeros at first.
-        moves (k, 3), float64, added to: of the rows that were added to each sum, and of those that were taken from it, the lengths; and
-        how many both are.  kept: labels and sums are those of the step before, and only rows whose label changes are moved.
+        moves (k, 3), float64, added to: of the rows that were added to each sum, and of those that were taken from it, the sizes (weight
+        times the sum of absolute values); and how many both are.  kept: labels and sums are those of the step before, and only rows whose label changes are moved.
 
         Returns the number of rows whose label is another than before, and of those that were scanned in full precision.
         """
@@ -175,7 +175,7 @@ class Plain:
     def update(
         self, x: Array, labels: Array, sums: Array, counts: Array, weights: Array | None, n: int, moves: Array | None = None
     ) -> None:
-        """As `Native.update`; lengths are not added up."""
+        """As `Native.update`, without moves."""
         one = np.ones(len(x)) if weights is None else weights.astype(np.float64)
         counts += np.bincount(labels, one, len(counts))
         for j in range(x.shape[1]):

@@ -139,6 +139,8 @@ class _Problem:
                 piece, self.shift, centres, labels[at], weights=self._weights(at), filtered=filtered, n=self.n, known=known, **into
             )
             changed, looked = changed + found[0], looked + found[1]
+            if sums and sums.sort:
+                sums.add(at, piece, labels)
         if filtered and looked > self.rows / 4:
             self.filter = False
         if sums:
@@ -186,58 +188,58 @@ class _Sums:
     """Sums (k, d) and weights (k,) of the rows of each label.
 
     Once few labels change, sums are kept and only the rows that change theirs are moved.  A huge row that leaves a small sum would leave its
-    rounding behind.  So what may be lost is bounded beside each sum, in units of 2^-53: an addition loses at most that share of the
-    lengths added up so far.  Sums are made anew once it is over eight times what making them anew may lose (*derived*).
+    rounding behind.  So what may be lost is bounded beside each sum, in units of 2^-53: an addition loses at most that share of the sizes
+    added up so far.  Sums are made anew once it is over eight times what making them anew may lose (*derived*).
     """
 
     def __init__(self, problem: _Problem, k: int) -> None:
         self.problem = problem
         self.values, self.counts, self.moves = np.zeros((k, problem.width)), np.zeros(k), np.zeros((k, 3))
-        self.mass: Array | None = None  # lengths of each label's rows, added up; None: not measured
+        self.mass: Array | None = None  # sizes of each label's rows, added up; None: not measured
         self.lost = np.zeros(k)
         self.share = 1.0  # of labels that changed in the last step
         self.sort = self.values.nbytes > _SORT  # each thread's own would be too large: summed afterwards, in their labels' order
-        self.may_keep = isinstance(problem.lib, kernels.Native) and problem.weights is None and not self.sort
 
     def start(self) -> dict[str, Any]:
         """What `Native.assign` needs to bring them up to date."""
-        if self.sort:
-            return {"sums": None, "counts": None}
         kept = self.mass is not None and self.share < 0.25
         if not kept:
             self.values[:], self.counts[:], self.mass = 0, 0, None
         self.moves[:] = 0
-        measured = self.may_keep and (kept or self.share < 0.5)
-        return {"sums": self.values, "counts": self.counts, "moves": self.moves if measured else None, "kept": kept}
+        if self.sort:
+            return {"sums": None, "counts": None}
+        return {"sums": self.values, "counts": self.counts, "moves": self.moves if self.share < 0.5 else None, "kept": kept}
+
+    def add(self, at: slice, piece: Array, labels: Array, moves: Array | None = None) -> None:
+        """The rows of a piece, in their labels' order."""
+        self.problem.lib.update(piece, labels[at], self.values, self.counts, self.problem._weights(at), self.problem.n, moves)
 
     def finish(self, labels: Array, changed: int) -> None:
         """After the step."""
-        if self.sort:
-            self.anew(labels)
-        elif self.mass is not None:
+        if self.mass is not None:
             self.settle(labels)
         elif self.moves[:, 2].any():
-            self.mass, self.lost = self.moves[:, 0].copy(), self.counts * self.moves[:, 0]
+            self._measured()
         self.share = changed / self.problem.rows
 
     def settle(self, labels: Array) -> None:
         """Account for what was moved; anew where that may have lost too much."""
         assert self.mass is not None
-        rows = self.counts if self.problem.weights is None else np.bincount(labels, minlength=len(self.counts))
+        weights = self.problem.weights
+        rows = self.counts if weights is None else np.bincount(labels, weights > 0, len(self.counts))
         moved, parts = self.moves[:, 0] + self.moves[:, 1], self.problem.n * self.problem.data.pieces
         self.lost += np.where(self.moves[:, 2] > 0, self.moves[:, 2] * moved + parts * (self.mass + moved), 0)
         self.mass += self.moves[:, 0] - self.moves[:, 1]
         for values in (self.values, self.counts, self.mass, self.lost):
             values[rows == 0] = 0
         if not (np.isfinite(self.lost) & (self.lost <= 8 * (rows + 64) * self.mass)).all():
-            self.anew(labels)
+            self.values[:], self.counts[:], self.moves[:] = 0, 0, 0
+            for at, piece in self.problem.data:
+                self.add(at, piece, labels, self.moves)
+            self._measured()
 
-    def anew(self, labels: Array) -> None:
-        """Sums of the rows of these labels."""
-        problem = self.problem
-        self.values[:], self.counts[:], self.moves[:] = 0, 0, 0
-        for at, piece in problem.data:
-            problem.lib.update(piece, labels[at], self.values, self.counts, problem._weights(at), problem.n, self.moves)
+    def _measured(self) -> None:
+        """Sums were made of rows that moves has the sizes of."""
         self.mass, self.lost = self.moves[:, 0].copy(), self.moves[:, 2] * self.moves[:, 0]
 
 

@@ -187,15 +187,16 @@ template <class T> void add(const Rows<T>& rows, int64_t i, double weight, doubl
         for (int j = 0; j < rows.d; j++) sum[j] += weight * double(x[j * rows.column]);
 }
 
-template <class T> double length(const Rows<T>& rows, int64_t i) {
+// Sum of absolute values: at least as large as any of them, and without squares that overflow or vanish.
+template <class T> double size(const Rows<T>& rows, int64_t i) {
     const T* x = rows.x + i * rows.row;
-    double square = 0;
+    double rest = 0;
     V<T> sum = {};
     int j = 0;
     if (rows.column == 1)
-        for (; j + LANES<T> <= rows.d; j += LANES<T>) sum += wide(x + j) * wide(x + j);
-    for (; j < rows.d; j++) square += double(x[j * rows.column]) * double(x[j * rows.column]);
-    return std::sqrt(square + double(total<T>(sum)));
+        for (; j + LANES<T> <= rows.d; j += LANES<T>) sum += high<T>(wide(x + j), -wide(x + j));
+    for (; j < rows.d; j++) rest += std::abs(double(x[j * rows.column]));
+    return rest + double(total<T>(sum));
 }
 
 // ---- centroids
@@ -327,14 +328,14 @@ void sweep(const Rows<T>& rows, size_t first, size_t last, const Tiles<T>& c, Pa
 }
 
 // Sums and weights of the rows of each centroid; every thread has its own and the first adds them up.  `moves`, where it is asked for, says
-// of each centroid how much came and went, in |x|, and how often: from that follows what rounding may have done to sums that are kept.
+// of each centroid how much came and went, in sizes, and how often: from that follows what rounding may have done to sums that are kept.
 struct Sums {
     struct Part {
         double *sum = nullptr, *weight = nullptr, *moves = nullptr;  // (k, d), (k,), (k, 3)
         template <class T> void move(const Rows<T>& rows, int64_t i, double one, int c, bool leaves) {
             add(rows, i, leaves ? -one : one, sum + size_t(c) * rows.d);
             weight[c] += leaves ? -one : one;
-            if (moves) moves[3 * c + leaves] += one * length(rows, i), moves[3 * c + 2]++;
+            if (moves) moves[3 * c + leaves] += one * size(rows, i), moves[3 * c + 2]++;
         }
     };
     Part all;
@@ -349,11 +350,12 @@ struct Sums {
         return {at, at + sizes[0], all.moves ? at + sizes[0] + sizes[1] : nullptr};
     }
     void join() {
+        double* const into[3] = {all.sum, all.weight, all.moves};
         for (auto& o : own) {
+            if (o.empty()) continue;
             const double* from = o.data();
-            double* parts[3] = {all.sum, all.weight, all.moves};
-            for (int p = 0; p < 3 && !o.empty(); from += sizes[p++])
-                for (size_t i = 0; i < sizes[p]; i++) parts[p][i] += from[i];
+            for (int part = 0; part < 3; part++)
+                for (size_t i = 0; i < sizes[part]; i++) into[part][i] += *from++;
         }
     }
 };
